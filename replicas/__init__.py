@@ -50,6 +50,8 @@ _MODULES = ("engine", "sources", "status", "testing")
 
 
 def __getattr__(name: str) -> object:
+    """Import a public name from its module at its first use, and keep it here; raise
+    AttributeError for an unknown name."""
     if name in _MODULES:
         return importlib.import_module(f"replicas.{name}")
     home = _HOMES.get(name)
@@ -61,4 +63,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
+    """Return the public names, imported or not."""
     return sorted([*__all__, *_MODULES])

@@ -115,7 +115,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
-    """Return the values of this process's environment (or of ``environ``).
+    """Return the values of this process's environment, or of ``environ``; no file is
+    read.
 
     :raises replicas.errors.UsageError: a variable is not a whole number, but must be
         one.
@@ -163,10 +164,9 @@ def read_token(environment: Environment) -> str:
 
 
 def token_reader(environment: Environment) -> Callable[[], str]:
-    """Return a function that reads the token again at each call, as it may be replaced.
-
-    While the file cannot be read (the run is over, or starts), it returns the last
-    token.
+    """Read the token, and return a function that reads it again at each call, as it may
+    be replaced. While the file cannot be read (the run is over, or starts), that
+    function returns the last token.
 
     :raises replicas.errors.UsageError: as :func:`read_token`.
     """
@@ -200,7 +200,8 @@ def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _integer(source: Mapping[str, str], name: str) -> int | None:
-    """Return a variable as a whole number, or None if it is not set.
+    """Return the variable ``name`` of ``source`` as a whole number, or None if it is
+    not set or empty.
 
     :raises replicas.errors.UsageError: the variable has another text.
     """

@@ -88,6 +88,10 @@ class ReplicasError(Exception):
         hint: str | None = None,
         unanimous: bool = False,
     ) -> None:
+        """Keep what happened (``message``), where (``channel``, ``version``,
+        ``phase``), to which ``members``, the remedy (``hint``, by default that of the
+        class), and whether all ranks of the replica get this same verdict
+        (``unanimous``)."""
         super().__init__(message)
         self.message = message
         self.channel = channel
@@ -98,9 +102,12 @@ class ReplicasError(Exception):
         self.unanimous = unanimous
 
     def __str__(self) -> str:
+        """Return the message, and the hint in parentheses if there is one."""
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
+        """Return how to pickle the error with all its attributes, for another
+        process."""
         names = ("channel", "version", "phase", "members", "hint", "unanimous")
         return functools.partial(type(self), **{name: getattr(self, name) for name in names}), (self.message,)
 
@@ -141,6 +148,10 @@ class BadConfig(UsageError):
     """
 
     def __init__(self, problems: Sequence[str], *, source: str = "config") -> None:
+        """List the problems below a title in the message.
+
+        :param source: the title's beginning: the config's path.
+        """
         self.problems: tuple[str, ...] = tuple(problems)
         self.source = source
         count = len(self.problems)
@@ -148,6 +159,7 @@ class BadConfig(UsageError):
         super().__init__("\n".join([title, *(f"  {problem}" for problem in self.problems)]))
 
     def __reduce__(self) -> tuple[object, ...]:
+        """Return how to pickle the error with its problems, for another process."""
         return functools.partial(BadConfig, source=self.source), (self.problems,)
 
 
@@ -262,17 +274,13 @@ _CLASSES = {name: value for name, value in list(globals().items()) if name in __
 
 
 def error_class(name: str) -> type[ReplicasError]:
-    """Return the error class of this name, or InternalError for another name.
-
-    Also for BadConfig, which needs other arguments.
-    """
+    """Return the error class of this name. Return InternalError for an unknown name,
+    and for BadConfig, which cannot be built from a message alone."""
     found = _CLASSES.get(name, InternalError)
     return InternalError if found is BadConfig else found
 
 
 def kind_of(error: ReplicasError) -> str:
-    """Return the name of the error's class, or of its nearest base in this tree.
-
-    Other processes know only these classes.
-    """
+    """Return the name of the error's class if that is one of this module, else of its
+    nearest base that is: other processes know only these classes."""
     return next(kind.__name__ for kind in type(error).__mro__ if _CLASSES.get(kind.__name__) is kind)

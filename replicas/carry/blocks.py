@@ -49,7 +49,7 @@ class Blocks:
 
     @property
     def done(self) -> bool:
-        """Whether all blocks have arrived."""
+        """True if all blocks have arrived."""
         return not self._left
 
     @property
@@ -63,23 +63,26 @@ class Blocks:
         return len(self._waiting)
 
     def next_block(self) -> int | None:
-        """Return the next block to request, which is under way then, or None."""
+        """Take the lowest block to request, which is under way then; or None."""
         return heappop(self._waiting) if self._waiting else None
 
     def requeue(self, number: int) -> None:
-        """Request a block again that is under way: it failed; else do nothing."""
+        """Queue block ``number`` again, as its request failed.
+
+        Does nothing for a block that has arrived or is queued.
+        """
         self.halves.pop(number, None)
         if number in self._left and number not in self._waiting:
             heappush(self._waiting, number)
 
     def mark_received(self, number: int, digest: bytes, holder: str) -> None:
-        """Note that the block has arrived from this holder."""
+        """Note that a block has arrived from ``holder`` (a name), with ``digest``."""
         self.digests[number], self.served_by[number] = digest, holder
         self.halves.pop(number, None)
         self._left.discard(number)
 
     def request_again(self, number: int) -> None:
-        """Count a received block as missing again, as it has wrong bytes."""
+        """Queue block ``number`` again: it was received, but with wrong bytes."""
         self._left.add(number)
         heappush(self._waiting, number)
 

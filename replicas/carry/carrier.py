@@ -46,6 +46,7 @@ class Slot:
     """The memory of a slot in this process: a descriptor and its mappings."""
 
     def __init__(self, fd: int) -> None:
+        """Take over descriptor ``fd`` of a slot's file; map nothing yet."""
         self.fd = fd
         self.nbytes = os.fstat(fd).st_size
         self._mapped: dict[int, mmap.mmap] = {}
@@ -62,7 +63,10 @@ class Slot:
         return self._mapped[access]
 
     def view(self, place: wire.Place) -> memoryview:
-        """Return a read-only view of the bytes at ``place``, mapped on first use."""
+        """Return a read-only view of the bytes at ``place``, mapped on first use.
+
+        A view that is in use keeps the mapping when the slot is closed.
+        """
         return memoryview(self._map(mmap.ACCESS_READ))[place.offset : place.offset + place.nbytes]
 
     def image(self, place: wire.Place, *, full: bool = False, mapped: bool = False) -> Image:
@@ -88,6 +92,7 @@ class Carrier:
     """Carries out the requests of its rank; runs the long ones on threads."""
 
     def __init__(self, channel: socket.socket, listener: socket.socket) -> None:
+        """Take requests from ``channel``; ``listener`` gets connections of pullers."""
         self._channel = channel
         self._writing = threading.Lock()
         self._slots: dict[int, Slot] = {}
@@ -99,7 +104,7 @@ class Carrier:
         self.server = Server(listener, _start)
 
     def handle(self, request: wire.Request, fds: list[int]) -> None:
-        """Carry out a request, or start a thread for it; never wait.
+        """Main thread: carry out a request, or start a thread for it; never wait.
 
         :param fds: descriptors that came with it, owned by this call.
         """
@@ -129,12 +134,15 @@ class Carrier:
                 self.reply(wire.Pong(number, going_on))
 
     def reply(self, message: wire.Reply) -> None:
-        """Send a message to the rank, from any thread."""
+        """Any thread: send a message to the rank."""
         with self._writing:
             frames.write_frame(self._channel, message)
 
     def _serve(self, request: wire.Serve) -> None:
-        """Offer a version to pullers on other hosts, with deltas if it has a base."""
+        """Main thread: offer a version to pullers on other hosts.
+
+        If the request names a base (an older version), also deltas against it.
+        """
         transfer, place, filled, base = request.transfer, request.place, request.filled, request.base
         slot = self._slots[place.key]
         image = slot.image(place, full=filled == place.nbytes, mapped=request.encrypt)
@@ -147,7 +155,9 @@ class Carrier:
         self.server.offer(transfer, image, request.secret, deltas, encrypt=request.encrypt)
 
     def _drop_base(self, number: int, transfer: int) -> None:
-        """Stop the deltas of a transfer; reply when no thread reads the older version.
+        """On a thread: stop the deltas of a transfer, so that its base can be reused.
+
+        Replies when no thread reads the base, the older version.
 
         :param number: the request's id.
         """
@@ -205,6 +215,7 @@ class Carrier:
         deltas = self._deltas.pop(request.transfer, None)
 
         def end() -> None:
+            """Stop the pull and the connections, release the base; reply Withdrawn."""
             if pull is not None:
                 pull.stop(request.why)
             sent = self.server.withdraw(request.transfer, request.why)
@@ -218,9 +229,10 @@ class Carrier:
 
 
 def _start(function: Callable[[], None]) -> None:
-    """Run a function on a new daemon thread; an error in it ends the process."""
+    """Run ``function`` on a new daemon thread; an error in it ends the process."""
 
     def run() -> None:
+        """Call the function; print an error and end the process with status 1."""
         try:
             function()
         except BaseException as error:  # noqa: BLE001  # the rank would wait in vain for a dead thread

@@ -134,7 +134,10 @@ def encode_block(base: memoryview, new: memoryview, regions: Iterable[Region] = 
 
 
 def _differ_throughout(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -> bool:
-    """Return True if most sampled elements differ; False for small blocks."""
+    """Return True if most sampled elements differ, so that a delta cannot pay.
+
+    Returns False for small blocks.
+    """
     count = len(new) // _SAMPLE_NBYTES
     if count < _SAMPLES:
         return False
@@ -174,10 +177,16 @@ def apply_block(base: memoryview, delta: bytes, out: memoryview) -> None:
 
 
 def _layout(regions: Iterable[Region], start: int, nbytes: int) -> Sequence[tuple[int, int]]:
-    """Return (end, bytes of an element) of regions that cover the block, in order."""
+    """Return (end, bytes of an element) of regions that cover the block, in order.
+
+    :param regions: as of :func:`encode_block`, in the image.
+    :param start: the block's first byte in the image. ``nbytes``: its size.
+    :raises ValueError: a region has elements of another size than 1, 2, 4 or 8 bytes.
+    """
     places: list[tuple[int, int]] = []
 
     def place(end: int, width: int) -> None:
+        """Add a region that ends at ``end``; join it with the last one if alike."""
         if places and places[-1][1] == width:
             places.pop()
         places.append((end, width))
@@ -198,7 +207,10 @@ def _layout(regions: Iterable[Region], start: int, nbytes: int) -> Sequence[tupl
 
 
 def _planes(values: npt.NDArray[Any], count: int) -> bytes:
-    """Return the lowest bytes of all values, then the next ones: ``count`` planes."""
+    """Return the lowest bytes of all values, then the next ones: ``count`` planes.
+
+    Integers that are small then compress well.
+    """
     return values.view("u1").reshape(-1, values.itemsize)[:, :count].T.tobytes()
 
 
@@ -213,7 +225,10 @@ def _joined(planes: npt.NDArray[np.uint8], width: int) -> npt.NDArray[Any]:
 
 
 def _head(delta: bytes) -> tuple[int, int]:
-    """Check a delta's head; return its kind, and the number of bytes of its block."""
+    """Check a delta's head; return its kind, and the number of bytes of its block.
+
+    :raises DeltaError: the delta is malformed.
+    """
     if not _HEAD.size <= len(delta) <= DELTA_NBYTES_MAX:
         raise DeltaError(f"a delta of {len(delta)} bytes")
     version, kind, nbytes = _HEAD.unpack_from(delta)
@@ -223,9 +238,11 @@ def _head(delta: bytes) -> tuple[int, int]:
 
 
 def _decoded(delta: bytes, nbytes: int) -> list[Changes]:
-    """Check and decode a delta; return the changes, with xors as values.
+    """Check a delta of a block of ``nbytes``; return its changes, with xors as values.
 
-    :raises DeltaError: the delta is malformed.
+    Returns no changes if the block is the same.
+
+    :raises DeltaError: the delta is malformed, of another block, or *whole*.
     """
     kind, stated = _head(delta)
     if stated != nbytes or kind == WHOLE:
@@ -246,8 +263,10 @@ def _decoded(delta: bytes, nbytes: int) -> list[Changes]:
 
 
 def _elements(places: Sequence[tuple[int, int]], nbytes: int) -> list[int]:
-    """Return the number of elements from the start to the end of each region.
+    """Return, for each region, the number of elements from the block's start on.
 
+    :param places: (end, bytes of an element) of each region, in order.
+    :param nbytes: size of the block.
     :raises DeltaError: the regions are malformed, or do not cover the block.
     """
     elements = [0]
@@ -284,7 +303,15 @@ def _decompressed(frame: bytes, least: int, most: int) -> bytes:
 def _changes(
     raw: bytes, count: int, planes: int, places: Sequence[tuple[int, int]], elements: Sequence[int]
 ) -> list[Changes]:
-    """Return the changes by region, with xors; raise DeltaError if sizes do not fit."""
+    """Return the changes by region, with xors as values, from the decompressed delta.
+
+    :param raw: planes of the gaps, then of each region's xors.
+    :param count: number of changed elements.
+    :param planes: bytes of each gap.
+    :param places: (end, bytes of an element) of each region.
+    :param elements: number of elements up to the end of each region.
+    :raises DeltaError: the sizes do not fit.
+    """
     import numpy as np
 
     data = np.frombuffer(raw, np.uint8)

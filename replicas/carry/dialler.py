@@ -69,6 +69,10 @@ class HolderConnection:
     """
 
     def __init__(self, sock: socket.socket, holder: Holder, *, last: bool) -> None:
+        """Use the authenticated ``sock``; the caller closes it.
+
+        :param last: no other holder is left; this one gets more time.
+        """
         self.sock, self.holder = sock, holder
         self.patience_s = LAST_SILENT_S if last else SILENT_S
         if isinstance(sock, ssl.SSLSocket):  # Python waits, record by record
@@ -101,7 +105,10 @@ class HolderConnection:
             return nbytes
 
     def receive_all(self, into: memoryview) -> None:
-        """Fill all of ``into``; raise as :meth:`receive`."""
+        """Fill all of ``into``, however long that takes.
+
+        :raises OSError: the holder closed the connection, or sent nothing for too long.
+        """
         while into:
             into = into[self.receive(into) :]
 
@@ -120,7 +127,9 @@ class HolderConnection:
     def piece(self, most: int) -> int:
         """Receive a head; return how many bytes follow, or :data:`DELTA_FOLLOWS`.
 
-        0 is a sign of life. :raises ConnectionError: they are more than ``most``.
+        Returns 0 for a sign of life.
+
+        :raises ConnectionError: more than ``most`` bytes follow.
         """
         piece = self.number()
         if piece > most and piece != DELTA_FOLLOWS:
@@ -162,7 +171,7 @@ class Connector:
                     tls.hang_up(sock)
 
     def is_far(self, holder: Holder | None) -> bool:
-        """Return True if the holder's last round trip was above 10 ms."""
+        """Return True if the last round trip to the holder was above 10 ms."""
         return holder is not None and self._trips.get(holder.host, 0.0) > FAR_S
 
     def reopen(self) -> None:
@@ -229,7 +238,10 @@ class Connector:
             raise
 
     def _sealed(self, sock: socket.socket, holder: Holder, context: ssl.SSLContext) -> ssl.SSLSocket:
-        """Return the socket wrapped for TLS; :meth:`hang_up` then finds that one."""
+        """Return ``sock`` wrapped for TLS; :meth:`hang_up` then finds the new one.
+
+        :param context: the puller's TLS settings.
+        """
         with self._lock:  # hang_up finds one of both sockets
             self._sockets.pop(sock, None)
             sealed = tls.wrap(sock, context)
@@ -239,7 +251,7 @@ class Connector:
     def _register_socket(self, sock: socket.socket, holder: Holder) -> None:
         """Register a socket, so that :meth:`hang_up` ends it.
 
-        :raises HungUp: it was called already.
+        :raises HungUp: all connections were hung up already.
         """
         with self._lock:
             self._sockets[sock] = holder
@@ -254,9 +266,10 @@ class Connector:
         sock.close()
 
     def _greet(self, sock: socket.socket, holder: Holder) -> None:
-        """Do the handshakes: TLS if encrypted, then the proof of the secret.
+        """Do the handshakes: TLS if encrypted, then the proof of the secret. Blocks.
 
         :raises HandshakeBroken: no answer within 3 s, or the connection broke.
+        :raises UnknownSecret, NotTheHolder: the peer is not the holder.
         """
         deadline, binding = time.monotonic() + GREET_S, b""
         try:

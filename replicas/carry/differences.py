@@ -60,13 +60,17 @@ class Deltas:
         self._changed = threading.Condition()
 
     def may_have(self, number: int) -> bool:
-        """Return True if block ``number`` has a delta, or one may be made."""
+        """Return True if block ``number`` has a delta, or one may be made.
+
+        False is final, but after True :meth:`get_delta` may still return None.
+        """
         return number in self._known or (self._base is not None and self._vain < VAIN)
 
     def get_delta(self, number: int) -> bytes | None:
-        """Return the delta of a block, encoded now if need be; None to send its bytes.
+        """Return the delta of block ``number``, encoded now if need be.
 
-        Blocks; the block's bytes must be there.
+        Returns None if the block's bytes are to be sent instead. Blocks while a delta
+        is made, here or on other threads; the block's bytes must be there.
         """
         with self._changed:
             self._changed.wait_for(
@@ -81,14 +85,17 @@ class Deltas:
         return None if known is None or delta.is_whole(known) else known
 
     def _pair(self, number: int) -> tuple[memoryview, memoryview] | None:
-        """Return views (base, image) of the block; None to make no delta of it."""
+        """Return views (base, image) of block ``number``; None to make no delta."""
         if self._base is None or self._data is None or self._vain >= VAIN:
             return None
         block = slice(*block_range(number, self._nbytes))
         return self._base[block], self._data[block]
 
     def _make(self, number: int, old: memoryview, new: memoryview) -> None:
-        """Encode a block's delta and keep it, even if it does not pay."""
+        """Encode the delta of block ``number`` and keep it, even if it does not pay.
+
+        :param old: the block's bytes in the base. ``new``: those in the image.
+        """
         found = b""
         try:
             found = delta.encode_block(old, new, self._regions, start=number * BLOCK_NBYTES)
@@ -101,9 +108,10 @@ class Deltas:
                 self._changed.notify_all()
 
     def make_ahead(self, image: Image) -> None:
-        """Make the deltas of all blocks as these arrive, for pullers that are far.
+        """On a thread of its own: make the deltas of all blocks of ``image``.
 
-        Blocks; for a thread of its own.
+        Waits for each block's bytes; ends early when the base is released or the
+        transfer withdrawn.
         """
         with contextlib.suppress(Withdrawn):
             for end in range(BLOCK_NBYTES, self._nbytes + BLOCK_NBYTES, BLOCK_NBYTES):
@@ -118,7 +126,7 @@ class Deltas:
             self._known[number] = found
 
     def drop(self, number: int) -> None:
-        """Forget a delta that made a wrong block."""
+        """Forget the delta of block ``number``, which made wrong bytes."""
         with self._changed:
             self._known.pop(number, None)
 
@@ -141,7 +149,7 @@ class DeltaChoice:
         """By host: pulls since the slower way was last tried."""
 
     def choose_delta(self, host: str) -> bool:
-        """Return True to pull the next version from this host by deltas, not bytes.
+        """Return True to pull the next version from ``host`` by deltas, not bytes.
 
         Counts the call: the slower way is tried again after some pulls.
         """
@@ -155,6 +163,9 @@ class DeltaChoice:
         return (ratio <= MARGIN) != again
 
     def record_pull(self, host: str, *, by_delta: bool, nbytes: int, seconds: float) -> None:
-        """Record the rate of a complete pull from ``host``, in ``seconds``."""
+        """Record the rate of a complete pull from ``host``; ignore very short ones.
+
+        :param by_delta: it used deltas. ``nbytes``: size of the version.
+        """
         if seconds >= SHORT_S:
             self._rates[host, by_delta] = (*self._rates.get((host, by_delta), ()), nbytes / seconds)[-PROOFS:]

@@ -48,6 +48,7 @@ def listen(host: str, port: int, backlog: int) -> tuple[socket.socket, str]:
     """Listen at ``host``; return the socket and a warning ("" without one).
 
     :param port: the first port to try, before up to 63 others; 0 means any.
+    :param backlog: most connections that wait to be accepted.
     :raises OSError: ``strerror`` names the address and the remedy.
     """
     warning = ""
@@ -105,14 +106,17 @@ def bind_socket(host: str, port: int, source: str) -> tuple[socket.socket, _Addr
 
 
 def unreached(error: OSError, host: str, port: int, source: str) -> str:
-    """Return an error text: both ends, the reason, and the remedy."""
+    """Return the text of a connection that failed: both ends, the reason, the remedy.
+
+    :param source: the address that it came from; empty for any.
+    """
     interface = interface_of(source)
     here = f" from {source}" + (f" ({interface})" if interface and not source.endswith(interface) else "")
     return f"{address_text(host, port)} cannot be reached{here if source else ''}: {_reason(error, source)}; {REMEDY}"
 
 
 def _reason(error: OSError, source: str) -> str:
-    """Return why a connection failed, as text."""
+    """Return why a connection from ``source`` failed, as text."""
     match error.errno:
         case errno.ECONNREFUSED:
             return "connection refused: no program listens there, or a firewall refuses it"
@@ -155,9 +159,9 @@ def _resolved(host: str, port: int, link: str = "") -> tuple[socket.AddressFamil
 
 
 def _other_program(host: str, port: int) -> str:
-    """Return a text on the program that listens at the port; "" for another carrier.
+    """Return a text on the program that has the port; "" for another carrier.
 
-    Blocks for up to 0.1 s, until the program listens.
+    Blocks for up to 0.1 s, until the program listens. Looks into ``/proc``.
     """
     deadline = time.monotonic() + _APPEARS_S
     here = {ipaddress.ip_address(_resolved(host, 0)[1][0]), ipaddress.IPv4Address(0), ipaddress.IPv6Address(0)}

@@ -64,9 +64,11 @@ def read_exactly(sock: socket.socket, nbytes: int, deadline: float | None = None
 def prove_as_puller(sock: socket.socket, transfer: int, secret: bytes, binding: bytes, deadline: float) -> None:
     """Prove the secret to the server, and check the server's proof. Blocks.
 
+    :param transfer: the transfer's number at the server.
     :param binding: SHA-256 of the server's TLS certificate; empty without TLS.
     :param deadline: by ``time.monotonic()``.
     :raises UnknownSecret: the server has no such secret.
+    :raises OSError: the connection broke, or the deadline has passed.
     """
     hello = _HELLO.pack(MAGIC, transfer, secrets.token_bytes(NONCE_NBYTES))
     sock.sendall(hello)
@@ -84,7 +86,7 @@ def prove_as_server(
 
     :param secret_of: returns a transfer's secret, or None if it is not served here.
     :param binding: SHA-256 of our TLS certificate; empty without TLS.
-    :param deadline: as for :func:`prove_as_puller`.
+    :param deadline: by ``time.monotonic()``.
     :raises UnknownSecret: it is not served here, or the puller does not know its
         secret.
     """

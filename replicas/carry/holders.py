@@ -85,7 +85,7 @@ class Holders:
         return self._left[0] if self._left else None
 
     def is_last(self, holder: Holder) -> bool:
-        """Return True if this holder is the only usable one."""
+        """Return True if this holder is the only one that is still usable."""
         return self._left == [holder]
 
     def mark_connected(self, holder: Holder) -> None:
@@ -105,6 +105,8 @@ class Holders:
 
     def replace_slow(self, received: Mapping[str, int], left_nbytes: int) -> Holder | None:
         """Measure the first holder; if it is slow, move it behind the others.
+
+        Call it again and again: it starts a measurement, or ends one after a second.
 
         :param received: bytes so far, by holder's name.
         :param left_nbytes: bytes that are still missing.
@@ -131,7 +133,10 @@ class Holders:
         return holder
 
     def _start_trial(self, received: Mapping[str, int]) -> _Trial | None:
-        """Return the start of a measurement of the first holder; None if not needed."""
+        """Return the start of a measurement of the first holder; None if not needed.
+
+        :param received: bytes so far, by holder's name.
+        """
         if len(self._left) < 2:
             return None
         holder = self._left[0]

@@ -38,7 +38,10 @@ class Image:
         self._withdrawn = ""
 
     def mark_present(self, start: int, end: int) -> None:
-        """Mark bytes ``start`` to ``end`` as present: whole chunks, or a prefix."""
+        """Mark bytes ``start`` to ``end`` as present: whole chunks, or a prefix.
+
+        Wakes the threads that wait for bytes.
+        """
         with self._changed:
             if start <= self._prefix:
                 self._prefix = max(self._prefix, end)
@@ -74,7 +77,10 @@ class Image:
                 self._changed.wait(left)
 
     def _count_present(self, start: int, end: int) -> int:
-        """Return how many bytes from ``start`` on, to ``end`` at most, have no gap."""
+        """Return how many bytes from ``start`` on, to ``end`` at most, have no gap.
+
+        The caller holds the lock.
+        """
         if start < self._prefix:
             return min(end, self._prefix) - start
         gap = self._here.find(b"\x00", start // CHUNK_NBYTES)

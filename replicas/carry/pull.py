@@ -59,7 +59,7 @@ class Failed(Exception):
     """No holder is left. ``why``: by holder's name, or "" for this process."""
 
     def __init__(self, why: dict[str, str]) -> None:
-        super().__init__("; ".join(f"{name}: {text}" for name, text in why.items()) or "no holder serves it")
+        super().__init__("; ".join(f"{name}: {text}" for name, text in why.items()) or "no member can send it")
         self.why = why
 
 
@@ -101,7 +101,9 @@ class Pull:
     def run(self, holders: Sequence[Holder], deadline: float, start: Start, digest: str = "") -> str:
         """Pull all missing blocks, verify them, and return the digest. Blocks.
 
-        :param deadline: of the monotonic clock. :param start: starts a thread.
+        :param holders: carriers to pull from, in order of preference.
+        :param deadline: of the monotonic clock.
+        :param start: starts a thread that runs the given function.
         :param digest: of the version; empty if not known yet, to skip the check.
         :raises Failed: no holder is left, or the deadline has passed.
         """
@@ -119,7 +121,12 @@ class Pull:
                 self._changed.notify_all()
 
     def _receive_all(self, deadline: float, start: Start) -> None:
-        """Receive all missing blocks, unverified; raise Failed as :meth:`run`."""
+        """Receive all missing blocks, unverified, over several threads; then end these.
+
+        :param deadline: of the monotonic clock.
+        :param start: starts a thread that runs the given function.
+        :raises Failed: no holder is left, or the deadline has passed.
+        """
         with self._changed:
             self._most, self._lack = MOST, ""
             self._cut.clear()
@@ -133,7 +140,14 @@ class Pull:
                 raise Failed({"": self._stopped})
 
     def _manage_connections(self, deadline: float, start: Start) -> None:
-        """Start connections while more of them pay, to the end; may raise Failed."""
+        """Start connections while more of them pay, until all blocks have arrived.
+
+        The caller holds the lock, which is free during waits.
+
+        :param deadline: of the monotonic clock.
+        :param start: starts a thread that runs the given function.
+        :raises Failed: no holder is left, or the deadline has passed.
+        """
         best, at, received = 0.0, time.monotonic(), self.received.nbytes
         nbytes = received.total()
         wanted = FIRST_FAR if self._dialler.is_far(self.holders.first) else FIRST
@@ -141,7 +155,7 @@ class Pull:
             if not self._running and (self._lack or not self.holders):
                 raise Failed({"": self._lack, **self.holders.why} if self._lack else dict(self.holders.why))
             if (left := deadline - time.monotonic()) <= 0:
-                raise Failed({**self.holders.why, "deadline": "the time was up"})
+                raise Failed({**self.holders.why, "deadline": "the deadline passed"})
             while self.holders and not self._lack and self._running < min(wanted, self._most) and self._blocks.waiting:
                 self._add_connection(start)
             self._changed.wait(min(left, LOOK_S))
@@ -154,7 +168,7 @@ class Pull:
                     wanted, best = (2 * wanted if best else wanted), rate
 
     def _add_connection(self, start: Start) -> None:
-        """Start a thread with one more connection, or note that none is left."""
+        """Start a thread with one more connection, or note that no more can be made."""
         self._running += 1
         try:
             start(self._connection)
@@ -165,6 +179,10 @@ class Pull:
     def _find_wrong(self, holders: Sequence[Holder], digest: str, deadline: float) -> None:
         """Find the blocks with wrong bytes, and have them requested again.
 
+        Asks the holders for the digests of all blocks, until these make up ``digest``,
+        the version's. Holders that served wrong bytes come last then.
+
+        :param deadline: of the monotonic clock.
         :raises Failed: no holder knows the blocks' digests, or a holder served wrong
             bytes a second time.
         """
@@ -195,21 +213,29 @@ class Pull:
             self.holders.restart(sorted(holders, key=lambda one: one.name in self.received.wrong))
 
     def _digests_of(self, holder: Holder, deadline: float) -> list[bytes]:
-        """Return the digests of all blocks, as this holder says; or raise OSError."""
+        """Connect to a holder, and return the digests of all blocks, as it says.
+
+        :param deadline: of the monotonic clock.
+        :raises OSError, ConnectFailed: it cannot be reached, or does not answer in
+            time.
+        """
         with self._dialler.connect(holder) as line:
             line.send(ASK.pack(DIGESTS, 0, 0))
             left = 16 * self._blocks.count
             answer = bytearray(left)
             while left:
                 if time.monotonic() > deadline:
-                    raise TimeoutError("the time was up")
+                    raise TimeoutError("the deadline passed")
                 if piece := line.piece(left):
                     line.receive_all(memoryview(answer)[-left:][:piece])
                     left -= piece
         return [bytes(answer[at : at + 16]) for at in range(0, len(answer), 16)]
 
     def stop(self, why: str) -> None:
-        """End :meth:`run`, which raises Failed; return when none writes the slot."""
+        """Any thread: end :meth:`run`, which raises Failed; wait for its end.
+
+        No thread writes to the slot then. ``why`` is for the error.
+        """
         with self._changed:
             self._stopped = why
             self._dialler.hang_up()
@@ -245,7 +271,10 @@ class Pull:
             self._give_up(holder, dialler.failure_text(error, holder), cut=dialler.is_cut(error))
 
     def _not_made(self, holder: Holder, error: dialler.ConnectFailed) -> None:
-        """Handle a connection that could not be made: wait, or give the holder up."""
+        """Handle a connection that could not be made: wait, or give the holder up.
+
+        The thread ends then; the lack of a resource limits the number of connections.
+        """
         with self._changed:
             others = self._running - 1
             if isinstance(error, dialler.OutOfResources):
@@ -265,19 +294,29 @@ class Pull:
                 self._give_up(holder, error.why, cut=error.cut)
 
     def _note_shortage(self, why: str, others: int) -> None:
-        """Note that this process cannot have more than ``others`` connections."""
+        """Note that this process cannot have more than ``others`` connections.
+
+        Without any, :meth:`run` fails with the reason ``why``. The caller holds the
+        lock.
+        """
         self._most = max(1, others)
         self._lack = "" if others else why
 
     def _give_up(self, holder: Holder, why: str, *, cut: bool) -> None:
-        """Give the holder up, unless that was done or the pull is over."""
+        """Use the holder no longer, unless that is so already or the pull is over.
+
+        :param why: the reason. ``cut``: the network path to it seems broken.
+        """
         with self._changed:
             if holder in self.holders and not self._stopped and not self._blocks.done:
                 self.holders.give_up(holder, why, cut=cut)
                 self._most = MOST
 
     def _receive_over(self, line: dialler.HolderConnection) -> None:
-        """Receive blocks until an exception ends the connection."""
+        """Receive blocks over ``line`` until an exception ends the connection.
+
+        Requested blocks that have not arrived are queued again.
+        """
         asked: deque[int] = deque()
         with self._changed:
             self._cut[line.holder] = 0
@@ -294,8 +333,10 @@ class Pull:
                 self._changed.notify_all()
 
     def _ask(self, line: dialler.HolderConnection, asked: deque[int]) -> None:
-        """Request blocks until enough are open (``asked``); wait if none is left.
+        """Request blocks until enough are open; wait while all are under way elsewhere.
 
+        :param asked: numbers of the open requests of this connection, to which the new
+            ones are added.
         :raises HungUp: all blocks have arrived, or the holder was given up.
         """
         with self._changed:

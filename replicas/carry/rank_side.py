@@ -49,7 +49,7 @@ class PullFailed(RuntimeError):
     """
 
     def __init__(self, reply: wire.PullFailed) -> None:
-        super().__init__("; ".join(f"{name}: {text}" for name, text in reply.why.items()) or "no holder serves it")
+        super().__init__("; ".join(f"{name}: {text}" for name, text in reply.why.items()) or "no member can send it")
         self.why, self.received = reply.why, reply.received
         self.cut = cut_off(reply)
 
@@ -84,8 +84,9 @@ class Carrier(HelperProcess):
 
     @classmethod
     async def start(cls, host: str, port: int = 0) -> Carrier:
-        """Start a carrier, and wait until it listens at ``host``.
+        """Start a carrier process, and wait until it listens at ``host``.
 
+        :param host: IP address of this member.
         :param port: the first port that it tries; 0 means any.
         :raises CarrierDied: it cannot listen, or did not within ``START_TIMEOUT_S``;
             details are on its stderr.
@@ -104,12 +105,12 @@ class Carrier(HelperProcess):
                 carrier.kill(listening.text)
                 if await carrier.wait_dead():
                     process.wait()
-                raise CarrierDied(f"carrier {carrier.pid}: {listening.text}")
+                raise CarrierDied(f"carrier process {carrier.pid} cannot start: {listening.text}")
         except BaseException:
             carrier.kill()
             raise
         if listening.text:
-            logger.warning("carrier %d: %s", carrier.pid, listening.text)
+            logger.warning("trying other ports for process %d (carrier): %s", carrier.pid, listening.text)
         carrier.port = listening.port
         return carrier
 
@@ -117,16 +118,16 @@ class Carrier(HelperProcess):
 
     @property
     def at_work(self) -> bool:
-        """True if a request or a served transfer is open, so that a freeze matters."""
+        """True if a request is open or a transfer served, so that a freeze matters."""
         return bool(self._pending or self._serving)
 
     def kill(self, reason: str = "killed") -> None:
-        """Kill the process; when it has ended, :attr:`ends` are called, unlogged."""
+        """Kill the process, for ``reason``; when it has ended, call :attr:`ends`."""
         super().kill(reason)
         self.on_exit = self._call_ends
 
     def _exited(self, reason: str) -> None:
-        """Log that the process ended unasked, and call ``ends``."""
+        """Log that the process ended unasked, and call the callbacks in ``ends``."""
         logger.warning("%s", reason)
         self._call_ends(reason)
 
@@ -158,10 +159,15 @@ class Carrier(HelperProcess):
     ) -> None:
         """Have the carrier serve a version to pullers that know ``secret``. No wait.
 
+        Does nothing if the carrier has died.
+
+        :param transfer: the transfer's number, by which pullers name it.
+        :param memory: the memory of the version, which the carrier maps.
         :param place: (offset, bytes) of the version in ``memory``.
         :param filled: bytes of it that are there already.
         :param base: an older version that pullers may have, for deltas.
         :param regions: (first byte, end, bytes of an element) of parts of the version.
+        :param encrypt: over TLS only.
         """
         if self.usable:
             for one in (memory,) if base is None else (memory, base[0]):
@@ -172,7 +178,7 @@ class Carrier(HelperProcess):
             self._send(wire.Serve(transfer, secret, where, filled, old, tuple(regions), encrypt))
 
     def filled(self, transfer: int, nbytes: int) -> None:
-        """Tell the carrier how many bytes of a served version are packed."""
+        """Tell the carrier that the first ``nbytes`` of a served version are packed."""
         if self.usable:
             self._send(wire.Filled(transfer, nbytes))
 
@@ -193,9 +199,12 @@ class Carrier(HelperProcess):
     ) -> wire.Pulled:
         """Have the carrier pull a version into ``memory``; wait for the end.
 
-        Called again with the same memory, it resumes the pull.
+        Called again with the same memory, it resumes the pull. The carrier serves what
+        has arrived to other hosts, too, until :meth:`withdraw`.
 
+        :param transfer: the transfer's number. ``secret``: known to all its members.
         :param place: (offset, bytes) of the version in ``memory``.
+        :param holders: carriers that have the version, in order of preference.
         :param source: address to connect from; "" means any.
         :param digest: of the version; "" if not known yet.
         :param base: an older version that holders may have, for deltas.
@@ -214,7 +223,9 @@ class Carrier(HelperProcess):
         return await self._ask(request, timeout_s, wire.Pulled, *memories)
 
     async def drop_base(self, transfer: int) -> None:
-        """Have the carrier stop making deltas; return when it does not read the base.
+        """Have the carrier stop making deltas; wait until it does not read the base.
+
+        The base is the older version that the deltas are computed against.
 
         :raises CarrierDied: it died, and does not read the base either.
         """
@@ -232,7 +243,10 @@ class Carrier(HelperProcess):
         return (await self._ask(request, WITHDRAW_TIMEOUT_S, wire.Withdrawn)).sent_nbytes
 
     def _failure(self, reply: Any, text: str) -> Exception:
-        """Return the carrier's error, or one with this text."""
+        """Return (do not raise) the error for ``reply``: a failure, or not expected.
+
+        :param text: of the error of a reply that is not expected.
+        """
         if isinstance(reply, wire.PullFailed):
             return PullFailed(reply)
         return errors.InternalError(f"carrier {self.pid}: {reply.text}" if isinstance(reply, wire.Refused) else text)
@@ -254,7 +268,7 @@ class Carrier(HelperProcess):
 
 
 def _place_of(base: Lent | None) -> wire.Place | None:
-    """Return the place of an older version, or None without one."""
+    """Return the message's form of the place of an older version, or None."""
     return None if base is None else wire.Place(base[0].key, *base[1])
 
 

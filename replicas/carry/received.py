@@ -49,7 +49,14 @@ class Received:
             self.base = None
 
     def receive_block(self, line: HolderConnection, number: int) -> None:
-        """Receive one block, and digest its bytes as they arrive."""
+        """Receive block ``number`` over a connection, as bytes or as a delta.
+
+        Blocks. Writes the bytes to the slot, digests them, and counts the block as
+        received; one with an invalid delta is queued again instead.
+
+        :param line: the connection, on which the block was requested.
+        :raises OSError: the connection broke.
+        """
         start, end = self.blocks.range_of(number)
         at, digest, piece = start, xxhash.xxh3_128(), 0
         while at < end:
@@ -76,7 +83,10 @@ class Received:
             self.changed.notify_all()
 
     def _receive_delta(self, line: HolderConnection) -> bytes:
-        """Receive a block's delta, and return it; b"" if the block's bytes follow."""
+        """Receive a block's delta, and return it; b"" if the block's bytes follow.
+
+        :raises ConnectionError: it is too large, or no delta was requested.
+        """
         nbytes = line.number()
         if self.base is None or nbytes > DELTA_NBYTES_MAX:
             raise ConnectionError("sends more than was asked for")
@@ -85,7 +95,15 @@ class Received:
         return bytes(found)
 
     def _apply(self, holder: str, number: int, found: bytes, digest: xxhash.xxh3_128) -> bool:
-        """Make a block from its delta; return False if not valid: it is asked again."""
+        """Write a block from its delta; return False if that is not valid.
+
+        A block with a delta that is not valid is queued to be requested again.
+
+        :param holder: name of the sender.
+        :param found: the delta.
+        :param digest: updated with the block's bytes.
+        :raises HungUp: the base, to which the delta is applied, was released.
+        """
         if self.base is None:
             raise HungUp
         start, end = self.blocks.range_of(number)
@@ -112,9 +130,9 @@ class Received:
             self.landed_nbytes += landed
 
     def reject_block(self, number: int) -> None:
-        """Note wrong bytes of a block's holder; have it requested again, as bytes.
+        """Mark block ``number`` as missing: its holder served wrong bytes.
 
-        The caller holds the lock.
+        It is requested again, as bytes. The caller holds the lock.
         """
         self.image.mark_missing(*self.blocks.range_of(number))
         self.deltas.drop(number)

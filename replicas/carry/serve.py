@@ -114,6 +114,10 @@ class Server:
     """
 
     def __init__(self, listener: socket.socket, started: Callable[[Callable[[], None]], object]) -> None:
+        """Serve at ``listener``, once :meth:`accept` is called for each connection.
+
+        :param started: starts a thread that runs the given function.
+        """
         self._listener = listener
         self._started = started
         self._offered: dict[int, _Offered] = {}
@@ -135,8 +139,9 @@ class Server:
     def offer(
         self, transfer: int, image: Image, secret: bytes, deltas: Deltas | None = None, *, encrypt: bool = False
     ) -> None:
-        """Serve ``image`` to pullers that know ``secret``.
+        """Serve ``image`` to pullers that know ``secret``, until :meth:`withdraw`.
 
+        :param transfer: the transfer's number, by which pullers name it.
         :param deltas: of its blocks, to send in place of bytes.
         :param encrypt: over TLS only; else without TLS only.
         """
@@ -149,9 +154,11 @@ class Server:
                 self._started(lambda: deltas.make_ahead(image))
 
     def withdraw(self, transfer: int, why: str) -> int:
-        """Stop serving a transfer; return the bytes sent.
+        """Stop serving a transfer; return the bytes sent to all pullers.
 
         Shuts its connections down, and waits until no thread reads the slot.
+
+        :param why: the reason, for threads that wait for its bytes.
         """
         with self._lock:
             found = self._offered.pop(transfer, None)
@@ -189,14 +196,17 @@ class Server:
         return True
 
     def _end_handshake(self, guest: _UnprovenConnection) -> None:
-        """Count the connection as out of its handshakes: proven, or failed."""
+        """Count a connection as out of its handshakes: proven, or failed."""
         with self._lock:
             self._guests.pop(guest, None)
             self._at_door -= 1
             self._lock.notify_all()
 
     def _close_oldest_unproven(self) -> None:
-        """Close one connection in its handshakes: the oldest of the busiest address."""
+        """Close one connection in its handshakes: the oldest of the busiest address.
+
+        Prefers those that have not named a known transfer. The caller holds the lock.
+        """
         guests = [guest for guest in self._guests if not guest.named] or [*self._guests]
         ((source, _),) = Counter(guest.source for guest in guests).most_common(1)
         guest = next(guest for guest in guests if guest.source == source)
@@ -205,7 +215,7 @@ class Server:
         tls.hang_up(guest.sock)
 
     def _serve(self, guest: _UnprovenConnection) -> None:
-        """Serve one connection to its end: the handshakes, then the answers."""
+        """A connection's thread: do the handshakes, then answer requests to the end."""
         found: _Offered | None = None
         try:
             try:
@@ -249,7 +259,11 @@ class Server:
             return found
 
     def _begin_tls(self, guest: _UnprovenConnection, deadline: float) -> None:
-        """Replace the connection's socket by a TLS one, and do its handshake."""
+        """Replace the connection's socket by a TLS one, and do its handshake.
+
+        :param deadline: of the monotonic clock.
+        :raises UnknownSecret: no TLS is served here, or the connection was turned away.
+        """
         with self._lock:
             if self._tls is None or guest not in self._guests:
                 raise greeting.UnknownSecret("asks for TLS, which is not served here")
@@ -277,7 +291,10 @@ class Server:
                 return None
 
     def _answer(self, sock: socket.socket, offered: _Offered) -> None:
-        """Answer requests, until OSError or Withdrawn ends the connection."""
+        """Answer the puller's requests until OSError or Withdrawn ends the connection.
+
+        Sends ranges of bytes, deltas of blocks, or the digests of all blocks.
+        """
         sock.settimeout(None)  # the kernel notices a dead puller
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
@@ -307,7 +324,12 @@ class Server:
                 raise
 
     def _send_range(self, sock: socket.socket, offered: _Offered, start: int, end: int) -> None:
-        """Send bytes ``start`` to ``end``, waiting for missing ones."""
+        """Send bytes ``start`` to ``end`` in pieces; wait for bytes that are missing.
+
+        Signs of life go out meanwhile.
+
+        :raises Withdrawn: the transfer has ended.
+        """
         while start < end:
             found = offered.image.wait_for_bytes(start, min(end, start + PIECE_NBYTES), SIGN_S)
             if not found:
@@ -319,7 +341,11 @@ class Server:
 
     @staticmethod
     def _send_changes(sock: socket.socket, offered: _Offered, start: int, end: int) -> bool:
-        """Send a block's delta and return True, or send that its bytes follow."""
+        """Send a block's delta and return True, or send that its bytes follow.
+
+        :param start: first byte of the block. ``end``: its end.
+        :returns: False if the caller has to send the bytes.
+        """
         number, found = start // BLOCK_NBYTES, b""
         _wait_for(sock, offered.image, start)  # a pulled delta is kept before this byte is marked
         if offered.deltas.may_have(number):
@@ -342,7 +368,10 @@ class Server:
 
     @staticmethod
     def _send(sock: socket.socket, image: Image, start: int, nbytes: int) -> None:
-        """Send a head, and the bytes from ``start`` on, which are there."""
+        """Send a head, and ``nbytes`` bytes from ``start`` on, which are there.
+
+        Straight out of the file, or of its mapping over TLS.
+        """
         if isinstance(sock, ssl.SSLSocket):
             if image.data is None:
                 raise ConnectionError("the slot is not mapped")

@@ -85,7 +85,7 @@ class Channel(Collectives):
 
     @property
     def version(self) -> int:
-        """The version that this rank has loaded, or published; 0: none, or a part."""
+        """Number of the version loaded here (a source's: committed); 0 without one."""
         return self._hub.loaded
 
     @property
@@ -100,7 +100,7 @@ class Channel(Collectives):
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The members of the epoch :attr:`epoch`, in order."""
+        """All members of the epoch :attr:`epoch`, sorted by group, replica and rank."""
         return self._hub.members
 
     @property
@@ -239,10 +239,9 @@ class Channel(Collectives):
     def reserve(self, weights: object, *, dtype: torch.dtype | None = None, slots: int | None = None) -> None:
         """Allocate the memory for versions ahead of the first publish.
 
-        Does not block: a thread allocates and touches as much of the memory as fits.
-        Fresh memory costs ten times the copy into it, so a first publish without this
-        call takes ten times longer. A publish that comes meanwhile waits for the slot
-        that is being allocated. Later publishes, and targets, need no call.
+        Does not block: a thread allocates as much of the memory as fits. Without this
+        call a first publish takes ten times longer. A publish that comes meanwhile
+        waits for the slot under way. Later publishes, and targets, need no call.
 
         :param weights: names, shapes and dtypes, as for :meth:`arena_like`.
         :param dtype: dtype of plain floating tensors; default: as they are.
@@ -256,7 +255,7 @@ class Channel(Collectives):
         reserve(self._hub, weights, dtype, self._publisher.mode, number)
 
     def _check_can_fill(self, what: str, dtype: object) -> None:
-        """Raise UsageError if this rank is not an open source, or for a wrong dtype."""
+        """Raise UsageError unless an open source calls ``what`` with a torch dtype."""
         self._check_role(what)
         self._check_open()
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -267,7 +266,7 @@ class Channel(Collectives):
         self._check_process()
         if self.role not in ("source", "both"):
             hint = {"peer": "peers never publish: send or all_reduce"}.get(self.role, "publish from a source group")
-            raise self._misuse(f"{what}: this rank is a {self.role} of {self.name}", hint)
+            raise self._misuse(f"{what}: this rank is a {self.role} of channel {self.name}", hint)
 
     def receive(
         self, *, deadline: float | None = None, at_least: int | tuple[str, float] | None = None
@@ -287,8 +286,7 @@ class Channel(Collectives):
         the version that another rank has begun to load waits until that rank calls
         again.
 
-        :param deadline: seconds; None (the default): wait for the next commit without
-            limit.
+        :param deadline: seconds; None (the default): no limit.
         :param at_least: a version number, or ``(key, number)`` of the publisher's
             ``meta``, such as ``("step", 100)``: older versions, and versions without
             such a number, are skipped. A call with another bound replaces the receive
@@ -368,18 +366,18 @@ class Channel(Collectives):
                 for pending in (*self._publisher.open_jobs(), *self._operations.open_jobs()):
                     pending.wait_ended()  # not wait(): that would count as telling the caller
             if not self._publisher.copies.wait(CLOSE_TIMEOUT_S):
-                text = "%s: copies on the GPU still run after %s s"
+                text = "closing channel %s, though its copies on the GPU still run after %s s"
                 logger.warning(text, self.name, CLOSE_TIMEOUT_S)
             failure = self._hub.failures.take_unreported()
         finally:
             self._hub.call(self._hub.loans.give_back, inside)
         if not self._left.wait_ended(CLOSE_TIMEOUT_S):
-            logger.warning("%s: leaving took more than %s s", self.name, CLOSE_TIMEOUT_S)
+            logger.warning("leaving channel %s without its end, which took more than %s s", self.name, CLOSE_TIMEOUT_S)
         if failure is None or isinstance(failure, errors.Fenced):
             return
         if wait:
             raise failure
-        logger.warning("%s: closing after a failure that no caller waited for: %s", self.name, failure)
+        logger.warning("closing channel %s after a failure that no caller waited for: %s", self.name, failure)
 
     def __enter__(self) -> Channel:
         return self
@@ -388,17 +386,17 @@ class Channel(Collectives):
         self.close(wait=error is None)
 
     def _start_to_leave(self) -> None:
-        """Session thread: start the task that closes the channel, once."""
+        """Session thread: mark as closed; start the task that leaves, only once."""
         if not self._leaving:
             self._closed = self._leaving = True
             self._hub.loop.spawn(self._leave_on_loop(), f"{self.name}: leaves")
 
     async def _leave_on_loop(self) -> None:
-        """Say good-bye, end all parts, and free the memory; resolve ``_left``."""
+        """Send Bye, end all parts with Gone, free the memory; resolve ``_left``."""
         hub = self._hub
         try:
             await hub.session.close("closed", BYE_TIMEOUT_S)
-            hub.session_over(hub.error(errors.Gone, "the channel was closed", hint=""))
+            hub.session_over(hub.error(errors.Gone, f"channel {self.name} was closed", hint=""))
             await self._lanes.all_gone()
             hub.held_versions.close()
             self._operations.close()
@@ -407,7 +405,10 @@ class Channel(Collectives):
             self._left.resolve(None)
 
     def _open(self, timeout_s: float) -> None:
-        """Connect, for join; raise Disconnected after ``timeout_s`` seconds."""
+        """Block until the session is open; Disconnected after ``timeout_s`` seconds.
+
+        Also has the channel closed at exit; a peer starts to fork a sidecar.
+        """
         loop = self._hub.loop
         began = time.monotonic()
         loop.closers[self] = partial(self.close, wait=False)
@@ -422,10 +423,10 @@ class Channel(Collectives):
             self._hub.call(self._lanes.prepare)  # the other roles need sidecars only with several hosts
 
     def _start_operation(self, operation: OperationCall, deadline: float | None) -> Pending[Receipt]:
-        """Check this rank's role and the tensors, and start the collective."""
+        """Check role and tensors, copy the inputs, and start the collective."""
         self._check_open()
         if self.role != "peer":
-            raise self._misuse(f"{operation.kind}: {self.name} has no peers", "use a channel with peers = [...]")
+            raise self._misuse(f"{operation.kind}: channel {self.name} has no peers", "use one with peers = [...]")
         if self._hub.settings.peer_ranks == "leader" and self._hub.member.rank:
             text = f"{operation.kind}: only rank 0 of each replica takes part"
             raise self._misuse(text, 'set ranks = "each" or "all" for the peers')
@@ -450,14 +451,14 @@ class Channel(Collectives):
     def _check_process(self) -> None:
         """Raise UsageError in a forked child of the process that joined."""
         if self._pid != os.getpid():
-            text = "this process was forked from the one that joined"
+            text = "this process was forked from the one that joined the channel"
             raise self._misuse(text, "join in the process that uses the channel")
 
     def _check_open(self) -> None:
-        """Raise UsageError if the channel is closed; or the error that ended it."""
+        """Raise UsageError if closed, or in a forked child; or the fatal error."""
         self._check_process()
         if self._closed:
-            raise self._misuse("the channel is closed", "join again")
+            raise self._misuse(f"channel {self.name} is closed", "join again")
         if self._hub.over is not None:
             raise copy_error(self._hub.over)
 

@@ -93,14 +93,14 @@ def join(
     found = environ.read()
     address = found.endpoint if endpoint is None else endpoint
     if address is None:
-        text = f"join: where is the coordinator? {environ.ENDPOINT} is not set"
+        text = f"join: no address of a coordinator: {environ.ENDPOINT} is not set"
         raise errors.UsageError(text, hint="start this program with `replicas run`, or pass endpoint=...")
     address = arguments.endpoint("join: endpoint", address)
     secret = arguments.token("join: token", token) if token is not None else environ.token_reader(found)
     texts = arguments.texts("join: info", {} if info is None else info)
     own_group = group if group is not None else found.group or ("observer" if observe else None)
     if own_group is None:
-        text = f"join: which group? {environ.GROUP} is not set"
+        text = f"join: no group: {environ.GROUP} is not set"
         hint = "start this program with `replicas run`, or pass group=..., replica=..."
         raise errors.UsageError(text, channel=channel, hint=hint)
     chosen = found.replica if replica is None else replica
@@ -156,6 +156,7 @@ def _prove_device(hub: Hub, until: float) -> None:
         return
 
     async def prove() -> None:
+        """Have a forked sidecar open memory of this rank's GPU; raise on failure."""
         left_s = max(MIN_PROOF_S, until - time.monotonic())
         async with asyncio.timeout(left_s):
             forkserver = await hub.loop.forkserver(hub.forkserver_name)
@@ -167,24 +168,26 @@ def _prove_device(hub: Hub, until: float) -> None:
         error.channel, error.phase, error.members = hub.name, "join", (hub.member.name,)
         raise
     except (OSError, RuntimeError) as error:
-        text = str(error) or "the test did not end in time"
-        text = f"cannot show that a sidecar can use the memory of GPU {hub.device}: {text}"
+        text = str(error) or "the test did not end before the timeout of join"
+        text = f"cannot check whether other processes can use memory of GPU {hub.device} ({text})"
         hint = 'give join a longer timeout, or set staging = "host" on the channel'
         raise hub.error(errors.Preflight, text, phase="join", members=[hub.member.name], hint=hint) from error
 
 
 def _show_stacks(found: Environment, hello: Hello) -> None:
-    """Install the handler by which a supervisor gets the stacks of this process.
+    """Install the signal handler by which a supervisor gets the stacks of this process.
 
     The stacks go to a file in the log directory of ``found``. Does nothing without a
     supervisor or for an observer; a failure is only logged.
+
+    :param hello: names the rank and the process, from which the file is named.
     """
     if found.log_dir is None or hello.observe:
         return
     try:
         stacks.register(found.log_dir, hello.rank, hello.process.start_time)
     except OSError as error:
-        logger.warning("%s: the supervisor cannot get the stacks of this process: %s", hello.channel, error)
+        logger.warning("channel %s: the supervisor will get no stacks of this process: %s", hello.channel, error)
 
 
 def _first(what: str, *values: int | None) -> int:

@@ -41,7 +41,9 @@ _NEGATIVE = re.compile(r"-\d+")
 
 
 def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Return (name, help text) of groups and replicas that fit; none on any error."""
+    """For shell completion: ask the run for its groups and replicas, or read its
+    config; return (name, help text) of those that begin with ``incomplete``. None on
+    any error."""
     try:
         given = context.params.get
         place = RunAddress(given("config") or given("named"), given("endpoint"), given("token_file"))
@@ -58,7 +60,8 @@ def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str,
 
 
 def _complete_group(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Return only the groups of :func:`_complete_target`."""
+    """For shell completion: return (name, help text) of the groups that begin with
+    ``incomplete``, as :func:`_complete_target` finds them."""
     return [(name, what) for name, what in _complete_target(context, incomplete) if "/" not in name]
 
 
@@ -72,7 +75,8 @@ OptionalRanks = Annotated[
 
 
 def _checked(group: str) -> str:
-    """Refuse ``GROUP=N``: ``scale`` takes two arguments."""
+    """Return the name of a group; raise BadParameter for ``GROUP=N``, as ``scale``
+    takes two arguments."""
     if "=" in group:
         raise typer.BadParameter(f'"{group}" was read as the group; write: replicas scale {group.replace("=", " ")}')
     return group
@@ -92,7 +96,7 @@ _ADDRESS = {
         str | None, typer.Option(metavar="HOST:PORT", help="The run's control port, in place of CONFIG; or unix:PATH.")
     ],
     "token_file": Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the run's token, where --endpoint is a HOST:PORT.")
+        Path | None, typer.Option(metavar="FILE", help="File with the run's token, for an --endpoint HOST:PORT.")
     ],
 }
 ThisRun = Annotated[RunAddress, _FIRST | _NAMED | _ADDRESS]
@@ -103,15 +107,17 @@ Addressed = Annotated[RunAddress, _NAMED | _ADDRESS]
 
 
 def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a function with keyword parameters, so that typer can run it.
+    """Return a decorator that lets typer run a function with keyword parameters.
 
-    Its ``place`` is made of options, its targets are checked, and a library error
-    becomes one message on stderr and its exit code.
+    Its parameter ``place`` is made of options, its targets are checked, and a library
+    error becomes one message on stderr and its exit code.
 
     :param failed: the exit code of a WorldError or SyncError.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        """Return ``body`` wrapped, with a signature from which typer makes the
+        options."""
         given = inspect.signature(body, eval_str=True)
         options: dict[str, Any] = {}
         parameters = []
@@ -126,6 +132,8 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
 
         @functools.wraps(body)
         def run(**values: Any) -> None:
+            """Run the command with the values that typer has parsed; exit with the code
+            of an error."""
             try:
                 if optional:
                     _config_first(values, optional[0])
@@ -151,13 +159,15 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
 
 
 def slashed(target: str | None) -> str | None:
-    """Return a target with a rank as ``group/index/rank``, any other unchanged."""
+    """Return a target ``group/index.rank``, as older releases wrote it, as
+    ``group/index/rank``; any other unchanged."""
     return target if target is None else _OLD_RANK.sub(r"\1/\2", target)
 
 
 def _config_first(values: dict[str, Any], target: str) -> None:
-    """Change ``values`` in place: if the value of the key ``target`` is a .toml file,
-    swap it with that of ``config``."""
+    """Change ``values`` (of a command's options) in place: if the value of the key
+    ``target`` is a .toml file, swap it with that of ``config``. So CONFIG may be the
+    only argument."""
     given = values[target]
     if given is not None and given.endswith(".toml"):
         rest = values["config"]
@@ -167,9 +177,12 @@ def _config_first(values: dict[str, Any], target: str) -> None:
 def place_of(
     config: Path | None = None, named: Path | None = None, endpoint: str | None = None, token_file: Path | None = None
 ) -> RunAddress:
-    """Return the run of a command line. ``config``: an argument; ``named``: an option.
+    """Return the run that a command line names; read and request nothing yet.
 
-    :raises UsageError: both were given.
+    :param config: CONFIG given as an argument. :param named: CONFIG given as an option.
+    :param endpoint: ``HOST:PORT`` or ``unix:PATH`` of its supervisor.
+    :param token_file: file with the run's token.
+    :raises UsageError: CONFIG was given twice.
     """
     if config is not None and named is not None:
         raise UsageError("give CONFIG once")
@@ -177,7 +190,10 @@ def place_of(
 
 
 def exit_code_of(error: ReplicasError, failed: int = UNAVAILABLE) -> int:
-    """Return the exit code for an error; ``failed``: for a WorldError or SyncError."""
+    """Return the exit code for an error.
+
+    :param failed: the code for a WorldError or SyncError.
+    """
     if isinstance(error, BadConfig):
         return BAD_CONFIG
     if isinstance(error, UsageError):
@@ -198,11 +214,17 @@ class Screen(Console):
     """
 
     def __init__(self, *, to_stderr: bool = False, soft_wrap: bool = False) -> None:
+        """Draw on stderr or stdout; without a terminal use 400 columns, so that no row
+        is cut.
+
+        :param soft_wrap: leave long lines to the terminal.
+        """
         super().__init__(stderr=to_stderr, soft_wrap=soft_wrap, highlight=False, markup=False, emoji=False)
         if not self.is_terminal and "COLUMNS" not in os.environ:
             self.size = ConsoleDimensions(_PIPED_COLUMNS, 25)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield Rich's segments, with unprintable characters of texts replaced."""
         for segment in super().render(renderable, options):
             if segment.control or segment.text.isprintable():  # control: Rich's own codes, for live displays
                 yield segment
@@ -214,12 +236,15 @@ class Command(TyperCommand):
     """A command that takes a negative number as an argument, not as an option."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # click's own class
+        """Parse the arguments; take negative numbers as arguments, not as unknown
+        options."""
         ctx.ignore_unknown_options = any(_NEGATIVE.fullmatch(arg) for arg in args)
         return super().parse_args(ctx, args)
 
 
 def complain(text: str) -> None:
-    """Print ``replicas: text`` to stderr."""
+    """Print ``replicas: text`` to stderr, further lines indented; the command goes
+    on."""
     print(f"replicas: {hanging(text)}", file=sys.stderr)
 
 
@@ -230,9 +255,10 @@ def json_text(value: object) -> str:
 
 @contextmanager
 def patience(doing: str) -> Iterator[Callable[[str], None]]:
-    """Context manager: on a terminal, show a progress line, else nothing.
+    """Context manager: on a terminal, show a progress line on stderr, else nothing. The
+    yielded function changes its text.
 
-    The yielded function changes its text.
+    :param doing: the line's text, such as "waiting", before " ...".
     """
     console = Screen(to_stderr=True)
     if not console.is_terminal:

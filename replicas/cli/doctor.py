@@ -24,7 +24,8 @@ from replicas.trust.tokens import OPERATOR_FILE
 
 
 def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
-    """Run all checks, from the run to the machine. Blocks, with GPUs for seconds.
+    """Run all checks, and yield what they find, from the run to the machine. Blocks,
+    with GPUs for seconds; changes nothing.
 
     :param config: of the run, if known. :param state_dir: of the run, if it has one.
     """
@@ -34,7 +35,7 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
         try:
             trusted(state_dir)
         except NotTrusted as error:
-            yield Finding("run", "problem", error.message, "run this as its owner, or remove it")
+            yield Finding("run", "problem", error.message, "run this as the owner of the folder, or remove that")
             state_dir = None
     if state_dir is not None:
         supervisor, saved = supervisor_of(state_dir), RunState(state_dir / STATE_FILE).peek()
@@ -49,29 +50,29 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
 
 
 def supervisor_of(state_dir: Path) -> int | None:
-    """Return the pid of the living supervisor of this state folder, or None.
-
-    The supervisor may be starting, and not answer yet.
-    """
+    """Return the pid of the living supervisor that holds the lock of this state folder,
+    or None. The supervisor may be starting, and not answer yet."""
     pid = starting(state_dir)
     return pid if pid and pid in lock_holders(state_dir / "lock") else None
 
 
 def _run_finding(state_dir: Path, supervisor: int | None, living: int) -> Finding:
-    """Return the finding on the run: supervised, to be taken over, killed, or none.
+    """Return the finding on the run: supervised, to be taken over, killed, or not
+    running.
 
+    :param supervisor: pid of its living supervisor, or None.
     :param living: the number of its processes, or of those that continue without it.
     """
     if supervisor is not None:
-        return Finding("run", "ok", f"supervised by process {supervisor}, state in {state_dir}")
+        return Finding("run", "ok", f"the run is supervised by process {supervisor}, state in {state_dir}")
     if living:
-        text = f"it has no supervisor, but {living} of its processes live, state in {state_dir}"
-        return Finding("run", "note", f"{text}: a start within run.adopt takes them over; later they end")
+        text = f"the run has no supervisor, but {living} of its processes live, state in {state_dir}"
+        return Finding("run", "note", f"{text}: a start within run.adopt takes these over; later they end")
     stale = [name for name in (ENDPOINT_FILE, "token", OPERATOR_FILE, SOCKET_FILE) if (state_dir / name).exists()]
     if not stale:
-        return Finding("run", "ok", f"not running, state in {state_dir}")
-    text = f"its supervisor was killed; it left {', '.join(stale)} in {state_dir}"
-    return Finding("run", "note", f"{text}: the next start replaces them and goes on")
+        return Finding("run", "ok", f"the run is not running, state in {state_dir}")
+    text = f"the run's supervisor was killed; it left {', '.join(stale)} in {state_dir}"
+    return Finding("run", "note", f"{text}: the next start replaces these files and goes on")
 
 
 def _plan(config: Config, machine: Machine) -> Iterator[Finding]:
@@ -84,7 +85,7 @@ def _plan(config: Config, machine: Machine) -> Iterator[Finding]:
     if not found:
         gpus = f"{len(machine.gpus)} GPUs" if machine.gpus else "no GPU"
         has = f"{gpus}, {machine.cpus} CPUs and {size_text(machine.memory_nbytes)} for this process"
-        yield Finding("plan", "ok", f"it fits this machine, which has {has}")
+        yield Finding("plan", "ok", f"the config fits this machine, which has {has}")
 
 
 def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
@@ -98,11 +99,11 @@ def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
     for key, host, port in wanted:
         holders = [holder(one.inode) for one in listening if one.port == port]
         if not port:
-            yield Finding("ports", "ok", f"{key}: any free one")
+            yield Finding("ports", "ok", f"{key}: any free port")
         elif not holders:
             yield Finding("ports", "ok", f"{key}: {host}:{port} is free")
         elif all(holder.startswith(names) for holder in holders):
-            yield Finding("ports", "ok", f"{key}: {host}:{port} is this run's")
+            yield Finding("ports", "ok", f"{key}: {host}:{port} is held by this run itself")
         else:
             text = f"{key}: {host}:{port} is held by {', '.join(sorted(set(holders)))}"
             yield Finding("ports", "problem", text, "end that process, or choose another port (0: any free one)")
@@ -110,16 +111,21 @@ def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
 
 
 def _carriers(first: int, listening: Collection[Listener]) -> Finding:
-    """Check the ports of carriers on this machine; each rank needs one."""
+    """Return the finding on the ports of carriers (processes that serve versions to
+    other hosts, one for each rank) on this machine.
+
+    :param first: the first port of their range; 0: any free one.
+    :param listening: the listening sockets of this machine.
+    """
     if not first:
-        text = "cluster.carry_port: any free one; where a firewall is between nodes, set it, and open these ports"
+        text = "cluster.carry_port: any free ports; with a firewall between nodes set this key, and open these ports"
         return Finding("ports", "ok", text)
     ports = range(first, min(first + PORTS, 1 << 16))
     holders = {one.port: holder(one.inode) for one in listening if one.port in ports}
     others = {port: holder for port, holder in sorted(holders.items()) if "replicas.carry.carrier" not in holder}
     text = f"cluster.carry_port: {len(ports) - len(others)} of the ports {first} to {ports[-1]} are for carriers here"
     if not others:
-        return Finding("ports", "ok", f"{text}; all nodes must reach them on all others, through any firewall")
+        return Finding("ports", "ok", f"{text}; all nodes must reach these ports on all others, through any firewall")
     text += f"; {', '.join(f'{port} is held by {holder}' for port, holder in others.items())}"
     remedy = f"end these programs, or set cluster.carry_port so that the {PORTS} ports from it on are free"
     return Finding("ports", "note" if len(others) < len(ports) else "problem", text, remedy)

@@ -47,15 +47,17 @@ class NotTrusted(UsageError):
 
     @classmethod
     def of(cls, state_dir: Path, error: private.NotPrivate) -> NotTrusted:
-        """Return the error for this folder, with the reason from ``error``."""
+        """Return (do not raise) the error for this folder, with the reason from
+        ``error``."""
         what = error.strerror if error.filename == str(state_dir) else f"{error.strerror}: {error.filename}"
-        return cls(f"the state folder {state_dir} is not trusted: {what}")
+        return cls(f"the state folder {state_dir} cannot be trusted: {what}")
 
 
 def trusted(state_dir: Path) -> Path:
-    """Return the folder, checked to be ours or root's, or missing.
+    """Return the folder, checked on disk to be this user's or root's, or missing.
 
     :raises NotTrusted: it is another user's, or other users can write to it.
+    :raises Disconnected: it cannot be opened.
     """
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), private.folder(state_dir):
@@ -81,9 +83,11 @@ class EndpointFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_endpoint(state_dir: Path) -> EndpointFile:
-    """Return the addresses of the supervisor of this state folder.
+    """Read the file in which the supervisor of this state folder has written its
+    addresses, and return them.
 
-    :raises Disconnected: no supervisor has written the file, or it is damaged.
+    :raises Disconnected: there is no file, or it is damaged; the text says how the run
+        ended.
     :raises NotTrusted: the file or the folder is another user's.
     """
     path = state_dir / ENDPOINT_FILE
@@ -105,7 +109,11 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
 
 
 def _describe_detached(state_dir: Path, now: float) -> str:
-    """Describe a detached run whose replicas wait for a supervisor; else return ""."""
+    """Return a clause on a run whose supervisor was detached (ended alone, so that the
+    next one takes over its replicas), or an empty text if this run's was not.
+
+    :param now: seconds since 1970.
+    """
     from replicas.supervisor.state.run_state import RunState  # imported late: other commands do not need its modules
 
     saved = RunState(state_dir / STATE_FILE).peek()
@@ -121,7 +129,8 @@ def _describe_detached(state_dir: Path, now: float) -> str:
 def find_state_dir(folder: Path, *, running: bool = False) -> Path:
     """Return the state folder of the only run, or only living one, below ``folder``.
 
-    :param running: of several runs, one must be running.
+    :param running: if several runs have a folder, raise Disconnected if none is
+        running.
     :raises UsageError: several runs have their state there.
     :raises Disconnected: no run has.
     """
@@ -142,12 +151,12 @@ def find_state_dir(folder: Path, *, running: bool = False) -> Path:
 
 
 def _is_of_run(folder: Path) -> bool:
-    """Return True for the folder of a run, False for an agent's."""
+    """Return True if a state folder is a run's, False if it is an agent's."""
     return not folder.name.startswith("agent-") or (folder / EVENTS_FILE).exists()
 
 
 def has_supervisor(state_dir: Path) -> bool:
-    """Return True if the run has a supervisor, by its endpoint file."""
+    """Return True if the run's endpoint file names a process that lives."""
     try:
         return start_time(read_endpoint(state_dir).pid) is not None
     except (Disconnected, NotTrusted):
@@ -155,10 +164,8 @@ def has_supervisor(state_dir: Path) -> bool:
 
 
 def starting(state_dir: Path) -> int:
-    """Return the pid of the supervisor that holds this run's lock, or 0.
-
-    It may not answer yet.
-    """
+    """Return the pid of the living supervisor that holds this run's lock, or 0. It may
+    be starting, and not answer yet."""
     try:
         pid, start, *_ = private.read(state_dir / "lock").split() or (b"0", b"0")
         return int(pid) if start_time(int(pid)) == int(start) else 0
@@ -178,7 +185,9 @@ def how_it_ended(state_dir: Path) -> str:
 
 
 def state_dir_of(path: Path) -> Path | None:
-    """Return the absolute state folder that the config names; None if unreadable."""
+    """Return the absolute state folder that the config file ``path`` names, or None if
+    the file cannot be read as TOML or names no valid one. Other problems of it are
+    ignored."""
     try:
         run = tomllib.loads(path.read_bytes().decode("utf-8-sig", "replace")).get("run")
     except (OSError, ValueError, RecursionError):  # not TOML, or excessive numbers or nesting
@@ -194,11 +203,11 @@ def state_dir_of(path: Path) -> Path | None:
 
 
 def _is_over(state_dir: Path | None, pid: int, error: Disconnected) -> bool:
-    """Return True if a run is over, whose status request failed with ``error``.
+    """Return True if a run is over whose status request has failed, False to ask again.
 
     :param state_dir: of the run; None: it is remote, and only ``error`` can be judged.
-    :param pid: of its supervisor.
-    :raises Disconnected: its supervisor was killed.
+    :param pid: of its supervisor. :param error: of the request.
+    :raises Disconnected: its supervisor was killed: ``error`` itself.
     """
     if state_dir is None:
         return isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
@@ -226,6 +235,13 @@ class RunAddress:
     """
 
     def __init__(self, path: Path | None = None, endpoint: str | None = None, token_file: Path | None = None) -> None:
+        """Keep how the run is named; read and request nothing yet.
+
+        :param path: of its config.
+        :param endpoint: ``HOST:PORT`` or ``unix:PATH`` of its supervisor.
+        :param token_file: file with its token; default: the run's own.
+        :raises UsageError: both ``path`` and ``endpoint`` are given.
+        """
         if path is not None and endpoint is not None:
             raise UsageError("give CONFIG or --endpoint, not both")
         self.path = path
@@ -235,7 +251,8 @@ class RunAddress:
 
     @cached_property
     def _folder(self) -> Path:
-        """The working folder, below which runs are looked for."""
+        """The absolute working folder, below which runs are looked for; read once.
+        Raises UsageError if it has been removed."""
         try:
             return config_text.state_home(config_text.absolute(Path()))
         except FileNotFoundError as error:
@@ -243,7 +260,7 @@ class RunAddress:
 
     @cached_property
     def config(self) -> Config | None:
-        """The config, loaded at the first use, or None without a path."""
+        """The config, loaded from its file at the first use, or None without a path."""
         return None if self.path is None else load(self.path)
 
     @property
@@ -265,11 +282,14 @@ class RunAddress:
 
     @property
     def state_dir(self) -> Path:
-        """As :attr:`named_dir`, but :class:`NotTrusted` if it is another user's."""
+        """The run's state folder, as :attr:`named_dir` finds it. Raises NotTrusted if
+        it belongs to another user."""
         return trusted(self.named_dir)
 
     def _supervisor(self) -> tuple[Path, EndpointFile]:
-        """Return state folder and addresses; raise Disconnected if not running."""
+        """Return the run's state folder, and its supervisor's addresses, read from
+        there. Raise Disconnected if the run is not running, BadConfig if its config has
+        problems, too."""
         folder = find_state_dir(self._folder, running=True) if self.path is None else self.state_dir
         try:
             return folder, read_endpoint(folder)
@@ -279,8 +299,10 @@ class RunAddress:
             raise
 
     def client(self, *, timeout_s: float = 5.0) -> Client:
-        """Return a client of the supervisor, over the Unix socket if the run has one.
+        """Return a client of the supervisor, over the Unix socket if the run has one;
+        connect to nothing yet.
 
+        :param timeout_s: seconds for which each request may be silent.
         :raises Disconnected: the run is not running.
         :raises BadConfig: the run is not running, and its config cannot be used.
         """
@@ -296,21 +318,24 @@ class RunAddress:
         return Client(address, token=token, pid=where.pid, run=where.run, owners=ours, timeout_s=timeout_s)
 
     def status(self, *, timeout_s: float = 5.0) -> RunStatus:
-        """Return the present state of the run.
+        """Ask the supervisor for the present state of the run, and return it.
 
+        :param timeout_s: seconds to wait for the answer.
         :raises Disconnected: it is not running, or another run has its address now.
         """
         client = self.client(timeout_s=timeout_s)
         answer = client.status()
         if client.run not in ("", answer.run):
-            raise Disconnected(f'run "{client.run}" is gone: {client.where} is now the port of run "{answer.run}"')
+            raise Disconnected(f'run "{client.run}" has ended: {client.where} is now the port of run "{answer.run}"')
         return answer
 
     def poll_status(self, interval_s: float) -> Iterator[RunStatus | None]:
-        """Return an iterator of states until the run is over, or None for no answer.
+        """Return an iterator that asks for the run's state every ``interval_s``
+        seconds, blocking between, until the run is over; it yields None if there was no
+        answer.
 
-        Its end is that of the present supervisor, which is found in this call: an order
-        that ends the run may follow before the first state is asked for.
+        The run is over with the present supervisor, which is found in this call: an
+        order that ends the run may follow before the first state is asked for.
 
         :raises Disconnected: it is not running. The iterator raises it if the
             supervisor was killed, or has been silent for :data:`SILENT_S`.
@@ -321,7 +346,12 @@ class RunAddress:
         return self._poll(interval_s, folder, where.pid)
 
     def _poll(self, interval_s: float, state_dir: Path | None, pid: int) -> Iterator[RunStatus | None]:
-        """Yield states; ``state_dir``, ``pid``: of the supervisor they began with."""
+        """Yield states, or None for no answer, every ``interval_s`` seconds until the
+        run is over.
+
+        :param state_dir: the run's; None: it is remote.
+        :param pid: of the supervisor with which the states began; 0: it is remote.
+        """
         silent_since: float | None = None
         while True:
             found: RunStatus | None = None
@@ -339,35 +369,39 @@ class RunAddress:
 
     @property
     def starting(self) -> bool:
-        """True if a supervisor holds the run, as far as this machine can tell."""
+        """True if a living process holds the run's lock on this machine, even if it
+        does not answer yet; False for a remote run."""
         try:
             return self.endpoint is None and bool(starting(self.state_dir))
         except ReplicasError:
             return False
 
     def how_it_ended(self) -> str:
-        """Return how the run ended, as text; "" if it did not, or this is not known."""
+        """Return how the run ended, as text, from its events on disk; an empty text if
+        it did not, or this is not known."""
         with contextlib.suppress(ReplicasError):
             return "" if self.endpoint is not None else how_it_ended(self.state_dir)
         return ""
 
     def token(self) -> str:
-        """Return the token with which a program joins.
+        """Return the token with which a program joins, from the run's own file or the
+        one given.
 
         :raises UsageError: it is not known here.
         """
         if not (found := self._read_token()[0]):
             raise UsageError(
-                "the run's token is needed, and is not known here",
+                "this order needs the run's token, which is not known here",
                 hint=f"give --token-file, or set {environ.TOKEN_FILE}: replicas token shows it on the run's machine",
             )
         return found
 
     def _read_token(self) -> tuple[str, int | None]:
-        """Return the token or "", and the owner of the file named for it, or None.
+        """Return (token, owner): the token or an empty text, and the uid of the owner
+        of the file that was named for it, or None for the run's own file.
 
-        Links to that file are followed. The token is read once: the run's own file is
-        deleted at its end, for which the caller may wait.
+        Links to that file are followed. The token is read once and kept: the run's own
+        file is deleted at its end, for which the caller may wait.
         """
         if self._token[0]:
             return self._token

@@ -69,7 +69,8 @@ def status(
 
 
 def _print_each(states: Iterator[RunStatus | None], *, as_json: bool) -> None:
-    """Print states one after another, as lines of JSON or as tables."""
+    """Print states one after another as they come, as lines of JSON or as tables; skip
+    None."""
     console = Screen()
     for answer in states:
         if answer is not None and as_json:
@@ -87,7 +88,7 @@ def logs(
     place: ThisRun,
     rank: Annotated[int | None, typer.Option("--rank", "-r", min=0, help="Only this rank of each replica.")] = None,
     generation: Annotated[
-        int | None, typer.Option("--generation", "-g", min=1, help="Only this one. Default: the newest.")
+        int | None, typer.Option("--generation", "-g", min=1, help="Only this generation (start). Default: the newest.")
     ] = None,
     follow: Follow = False,
     lines: Annotated[
@@ -112,14 +113,15 @@ def logs(
     if place.endpoint is None and (previous or not _has_other_nodes(place)):
         found = _from_files(place, selection, follow, previous)
     elif previous:
-        raise UsageError("--previous reads files, which --endpoint does not have")
+        raise UsageError("--previous reads files on the run's own machine, and cannot be used with --endpoint")
     else:
         found = _from_port(place, selection, follow)
     _print_lines(found, target or "the run", as_json=as_json)
 
 
 def _has_other_nodes(place: RunAddress) -> bool:
-    """Return True if the run has other machines, whose logs its supervisor reads."""
+    """Return True if the run has a living supervisor and nodes on other machines, whose
+    logs only the supervisor can read."""
     from replicas.supervisor.state.run_state import RunState  # slow to import: only this command needs it
 
     saved = RunState(place.state_dir / STATE_FILE).peek()
@@ -127,7 +129,11 @@ def _has_other_nodes(place: RunAddress) -> bool:
 
 
 def _from_port(place: RunAddress, selection: Selection, follow: bool) -> Iterator[tuple[LogLine, bool]]:
-    """Yield lines from the control port, each with True if of several ranks."""
+    """Yield log lines that the control port sends, each with True if the lines are of
+    several ranks, so that their origin must be shown.
+
+    :param selection: which lines. :param follow: continue until the run is over.
+    """
     query = {name: str(value) for name, value in msgspec.structs.asdict(selection).items() if value is not None}
     seen: set[tuple[str, int]] = set()
     for text in place.client().logs({**query, "follow": str(int(follow))}):
@@ -140,7 +146,13 @@ def _from_port(place: RunAddress, selection: Selection, follow: bool) -> Iterato
 def _from_files(
     place: RunAddress, selection: Selection, follow: bool, previous: bool
 ) -> Iterator[tuple[LogLine, bool]]:
-    """Yield lines from the log files, each with True if of several ranks."""
+    """Yield lines from the log files, each with True if they are of several ranks, so
+    that their origin must be shown.
+
+    :param selection: which lines. :param follow: continue while the run has a
+        supervisor.
+    :param previous: read the logs of the run before this one.
+    """
     state_dir = place.state_dir
     follower = LogFollower(state_dir / ("logs.previous" if previous else "logs"), selection)
     try:
@@ -159,7 +171,12 @@ def _from_files(
 
 
 def _print_lines(found: Iterator[tuple[LogLine, bool]], of: str, *, as_json: bool) -> None:
-    """Print lines, with their rank if the bool is True; a terminal gets colors only."""
+    """Print lines as they come; complain on stderr if there are none. On a terminal,
+    keep colors but no other control sequences.
+
+    :param found: each line, and whether to show its rank before it.
+    :param of: what the lines are of, for the complaint.
+    """
     terminal, line = sys.stdout.isatty(), None
     for line, many in found:
         prefix = origin(line) if many else ""
@@ -203,12 +220,13 @@ def events(
     """
     if unknown := set(types or ()) - set(TYPES):
         text = f"no event has the type {min(unknown)}{nearest(min(unknown), TYPES)}"
-        raise UsageError(text, hint="docs/reference/events.md has all")
+        raise UsageError(text, hint="docs/reference/events.md lists all types")
     target = slashed(target)
     first = 0.0 if since is None else moment(since, now=time.time())
     console = Screen(soft_wrap=True)
 
     def wanted(record: Record) -> bool:
+        """Return True if the options select this event."""
         shown = type(record.event).__name__ in types if types else as_json or not words.routine(record.event)
         return shown and record.at >= first and (target is None or words.concerns(record, target))
 
@@ -216,6 +234,8 @@ def events(
     named = target is None
 
     def past() -> Iterator[Record]:
+        """Yield the selected events of the past; note the last number, and if one names
+        the target."""
         nonlocal position, named
         for record in _past(place, position):
             position, named = record.seq, named or words.concerns(record, target or "", itself=True)
@@ -240,7 +260,8 @@ def _print_event(console: Screen, record: Record, *, as_json: bool) -> None:
 
 
 def _began(place: RunAddress) -> int:
-    """Return the number of the last event before the newest start of the run, or 0."""
+    """Return the number of the last event before the newest start of the run (not a
+    start of a supervisor that took the run over), or 0."""
     starts = (
         record.seq for record in _past(place, 0) if isinstance(record.event, RunStarted) and not record.event.resumed
     )
@@ -248,7 +269,9 @@ def _began(place: RunAddress) -> int:
 
 
 def _past(place: RunAddress, after: int) -> Iterator[Record]:
-    """Return recorded events above ``after``, from the file or a remote port."""
+    """Return recorded events numbered above ``after``, from the file in the state
+    folder, or from the control port of a remote run. Raise Disconnected if there are
+    none yet."""
     if place.endpoint is not None:
         return place.client().events(after, follow=False)
     path = place.state_dir / EVENTS_FILE
@@ -260,7 +283,8 @@ def _past(place: RunAddress, after: int) -> Iterator[Record]:
 
 
 def _follow_events(place: RunAddress, after: int) -> Iterator[Record]:
-    """Yield events above ``after`` until the run ends; raise Disconnected otherwise."""
+    """Yield events numbered above ``after`` as the control port sends them, until the
+    run ends; raise Disconnected if the connection ends before."""
     ended = False
     try:
         for record in place.client().events(after):
@@ -272,8 +296,10 @@ def _follow_events(place: RunAddress, after: int) -> Iterator[Record]:
 
 
 def moment(text: str, *, now: float) -> float:
-    """Return seconds since 1970 of an age, a time of day (the last), or a date.
+    """Return the time that a text names, in seconds since 1970.
 
+    :param text: an age ("10m"), a time of day (the last such), or a date.
+    :param now: the present time, in seconds since 1970.
     :raises UsageError: the text is none of these.
     """
     age = in_units(text, UNITS_S)
@@ -320,7 +346,8 @@ def doctor(
 
 
 def _here(place: RunAddress) -> Iterator[Finding]:
-    """Yield findings on this machine; with a living run also of its other nodes."""
+    """Yield findings on this machine, and if the run is alive also on its other nodes,
+    whose agents are asked."""
     from replicas.cli.doctor import examine, supervisor_of  # imports the supervisor's inspection of the machine
     from replicas.supervisor.agent.checks import Finding
 
@@ -338,11 +365,12 @@ def _here(place: RunAddress) -> Iterator[Finding]:
     except NotTrusted:
         return  # and none of its files were examined
     except ReplicasError as error:
-        yield Finding("nodes", "problem", f"cannot ask the nodes: {error.message}", error.hint)
+        yield Finding("nodes", "problem", f"the nodes cannot be asked: {error.message}", error.hint)
 
 
 def _on_nodes(place: RunAddress, node: str | None) -> list[Finding]:
-    """Have the agents of one node, or all, check their machines; return findings."""
+    """Have the agent of this node, or of all nodes (None), check its machine; wait, and
+    return the findings."""
     from replicas.supervisor.agent.checks import Finding
 
     client = place.client()

@@ -52,7 +52,7 @@ ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TO
 
 
 def _print_version(wanted: bool) -> None:
-    """Print the version and exit, if wanted."""
+    """Option ``--version``: print the version and exit the process, if wanted."""
     if wanted:
         print(f"replicas {replicas.__version__}")
         raise typer.Exit
@@ -62,7 +62,8 @@ _SERVICES_HELP = "Print the folder of alert rules, Grafana board and unit files,
 
 
 def _print_services(wanted: bool) -> None:
-    """Print the folder of services and exit, if wanted."""
+    """Option ``--services``: print the path of the folder of alert rules, Grafana board
+    and unit files, and exit the process, if wanted."""
     if wanted:
         package = Path(replicas.__file__).parent
         found = package / "services"  # of a wheel; a clone has it beside the package
@@ -79,7 +80,8 @@ def _options(
         bool, typer.Option("--services", help=_SERVICES_HELP, callback=_print_services, is_eager=True)
     ] = False,
 ) -> None:
-    """Options before the command."""
+    """Take the options before the command: typer calls this, and the callbacks of the
+    options act."""
 
 
 @command()
@@ -125,7 +127,8 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
 
 
 def _foreign_addresses(config: Config) -> Iterator[str]:
-    """Yield a text for each address to listen on that this machine does not have."""
+    """Yield a text for each configured address on which this machine cannot listen;
+    bind a socket to each to find out, and close it."""
     for key, host in (("control.listen", config.control.host), ("store.bind", config.store.bind)):
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -136,7 +139,11 @@ def _foreign_addresses(config: Config) -> Iterator[str]:
 
 
 def _nodes(path: Path, config: Config) -> tuple[NodeStatus, ...] | None:
-    """Return the nodes of the config's run, or None if it is absent or starting."""
+    """Ask the config's run for its nodes, and return them. Return None if the run is
+    absent, does not answer within 0.9 s, or is still starting.
+
+    :param path: of the config file.
+    """
     try:
         found = RunAddress(path).status(timeout_s=_ANSWER_S).nodes
     except (Disconnected, UsageError):  # a check needs no run
@@ -171,7 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    """Run a command and return its exit code; print any other exception as a bug."""
+    """Run a command and return its exit code; print any exception that is not an exit
+    as a bug.
+
+    :param arguments: without the program's name; None: those of this process.
+    """
     try:
         app(args=None if arguments is None else list(arguments), prog_name="replicas")
     except SystemExit as end:
@@ -186,7 +197,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _flush_stdout(more: str = "") -> bool:
-    """Flush stdout. If it is closed, print a message, discard output, return False.
+    """Flush stdout. If it is closed, print a message, discard all further output, and
+    return False; else return True.
 
     No message is printed if the reader has closed it (``head``).
 

@@ -67,7 +67,11 @@ def mirror(
 
 
 def _write(kept: Mirror, update: replicas.Update, run: str, term: int) -> None:
-    """Write the update as a folder, or refuse the update; print which of both."""
+    """Write the version of ``update`` as a folder of the mirror, or refuse it; print
+    which of both.
+
+    :param run: name of the run. :param term: number of its coordinator's life.
+    """
     from replicas.sources.mirror import Version
 
     told = Version(version=update.version, digest=update.digest, meta=dict(update.meta), run=run, term=term)
@@ -84,7 +88,11 @@ def _write(kept: Mirror, update: replicas.Update, run: str, term: int) -> None:
 
 
 def _member(place: RunAddress, channel: str, group: str) -> replicas.Channel:
-    """Join as the replica of this process, or in an external group."""
+    """Join the channel, and return it: as the replica that the environment names, or
+    else as a new target of the run ``place``, in an external group.
+
+    :param group: its group; empty: the environment's, or an external one that fits.
+    """
     if group or environ.read().group is None:
         return membership(place, channel, "targets", group, _JOIN_S)
     return replicas.join(channel)
@@ -92,7 +100,8 @@ def _member(place: RunAddress, channel: str, group: str) -> replicas.Channel:
 
 @contextlib.contextmanager
 def _until_told() -> Iterator[list[int]]:
-    """Context manager: end the command in order on SIGTERM; yield the signals so far.
+    """Context manager: at SIGTERM end the command by typer's Exit; restore the old
+    handler on leaving. The value is the list of signals so far.
 
     The list is needed as the exception can be lost (``shutil.rmtree`` closes files
     twice).
@@ -100,6 +109,7 @@ def _until_told() -> Iterator[list[int]]:
     told: list[int] = []
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
+        """Signal handler: record the signal, and raise typer's Exit."""
         told.append(number)
         raise typer.Exit
 

@@ -42,7 +42,7 @@ _COMING_S = 30.0
 """Seconds that a run may take to appear before ``wait`` gives up."""
 _STARTS = re.compile(r"replicas (run|slurm|ray) |replicas\.supervisor ")
 
-NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as it has begun.")]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as the order has begun.")]
 
 
 @command(failed=FAILED)
@@ -136,7 +136,7 @@ def detach(*, place: ThisRun, as_json: Json = False) -> None:
     states = place.poll_status(_LOOK_AGAIN_S)
     answer = place.client().order(Detach())
     _until_gone(states)
-    print_answer(answer, "the supervisor has left; start the next one with: replicas run CONFIG", as_json=as_json)
+    print_answer(answer, "the replicas run on; start the next supervisor with: replicas run CONFIG", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -169,7 +169,7 @@ def stacks(*, target: OptionalRanks = None, place: ThisRun, as_json: Json = Fals
     if rank is not None:  # texts of the whole replica say why a rank is missing
         found = {name: text for name, text in found.items() if name == target or not name.startswith(f"{replica}/")}
         if not found:
-            raise UsageError(f'no rank "{target}" runs', hint=f"list its other ranks with: replicas stacks {replica}")
+            raise UsageError(f'rank "{target}" does not run now', hint=f"see its ranks with: replicas stacks {replica}")
     if as_json:
         print(json_text(found))
         return
@@ -180,7 +180,12 @@ def stacks(*, target: OptionalRanks = None, place: ThisRun, as_json: Json = Fals
 
 
 def send(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> Answer:
-    """Send an order; on a terminal show progress."""
+    """Send an order to the run's supervisor, and return the answer; on a terminal show
+    progress.
+
+    :param doing: text of the progress line, such as "scaling rollout".
+    :param wait: return when the order is done, not as soon as it has begun.
+    """
     with patience(doing):
         return place.client().order(order, wait=wait)
 
@@ -206,13 +211,14 @@ def _until_gone(states: Iterator[RunStatus | None]) -> None:
 
 
 def print_answer(answer: Answer, words: str, *, as_json: bool) -> None:
-    """Print the answer as JSON, or ``words`` if the order is done."""
+    """Print the answer as JSON, or ``words`` if the order is done, else that it has
+    begun."""
     if as_json:
         print(json_text({"done": answer.done, "result": answer.result}))
     elif answer.done:
         print(one_line(words))
     else:
-        print("begun; follow it with: replicas events --follow")
+        print("the order has begun; follow it with: replicas events --follow")
 
 
 @command(failed=FAILED)
@@ -220,7 +226,7 @@ def wait(
     *,
     target: OptionalTarget = None,
     place: ThisRun,
-    ready: Annotated[bool, typer.Option("--ready", help="Until they are ready; the default.")] = True,
+    ready: Annotated[bool, typer.Option("--ready", help="Wait until they are ready; the default.")] = True,
     timeout: Annotated[
         str, typer.Option("--timeout", "-t", metavar="DURATION", help='How long at most, such as "90s" or "1h".')
     ] = "10m",
@@ -245,7 +251,13 @@ def wait(
 
 
 def _until_ready(place: RunAddress, target: str | None, until: float, words: str) -> tuple[ReplicaStatus, ...]:
-    """Wait until the target is ready; return its replicas. ``words``: the timeout."""
+    """Wait until the target is ready, showing progress; return its replicas.
+
+    :param until: when to give up, by ``time.monotonic()``.
+    :param words: the timeout as the user wrote it, for the error.
+    :raises DeadlineExceeded: it was not ready in time.
+    :raises WorldError: it can no longer become ready, or the run is over.
+    """
     missing: list[ReplicaStatus] | None = None
     with patience("waiting") as show_doing:
         for status in _wait_for_run(place, until, show_doing):
@@ -256,17 +268,19 @@ def _until_ready(place: RunAddress, target: str | None, until: float, words: str
                 show_doing(f"waiting for {_named(missing)}")
             if time.monotonic() >= until:
                 what = "the run does not answer" if missing is None else f"not ready: {_named(missing)}"
-                raise DeadlineExceeded(f"timed out after {words}: {what}", hint="replicas status tells why")
+                raise DeadlineExceeded(f"timed out after {words}: {what}", hint="replicas status shows why")
     raise WorldError("the run is over")
 
 
 def _wait_for_run(place: RunAddress, until: float, show_doing: Callable[[str], None]) -> Iterator[RunStatus | None]:
-    """Wait until the run answers, and return an iterator of its states.
+    """Block until the run answers, polling five times a second; return an iterator of
+    its states. So a script may start the run in the background, again after an earlier
+    end.
 
-    So a script may start the run in the background, again after an earlier end.
-
+    :param until: when to give up, by ``time.monotonic()``.
+    :param show_doing: changes the progress line.
     :raises replicas.errors.Disconnected: it does not appear, or not in time.
-    :raises WorldError: it is over, and nobody starts it.
+    :raises WorldError: it is over, and no process that starts it is seen.
     """
     give_up_at = min(until, time.monotonic() + _COMING_S)
     while True:
@@ -285,16 +299,16 @@ def _wait_for_run(place: RunAddress, until: float, show_doing: Callable[[str], N
 
 
 def _any_begins() -> bool:
-    """Return True if a command that starts a run began within :data:`_COMING_S`.
-
-    It may still import its modules: the state folder does not show it yet.
-    """
+    """Return True if a process of this machine is a command that starts a run, and
+    began within the last 30 s: it may still import its modules, so that no state folder
+    shows it."""
     since = (start_time(os.getpid()) or 0) - _COMING_S * os.sysconf("SC_CLK_TCK")
     return any(_STARTS.search(command_line(pid)) and (start_time(pid) or 0) > since for pid in processes())
 
 
 def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
-    """Return the named group, or its group with only the named replica, or all groups.
+    """Return the group that ``target`` names, or its group with only the named replica,
+    or all groups (None).
 
     :raises UsageError: there is no such group or replica.
     """
@@ -311,7 +325,8 @@ def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
 
 
 def unready(status: RunStatus, target: str | None) -> list[ReplicaStatus]:
-    """Return replicas to wait for, of groups with too few ready or done ones.
+    """Return the replicas to wait for: those that are neither ready nor done, in groups
+    of the target with too few that are; empty if the target is ready.
 
     :raises WorldError: too few of them can still become ready.
     """

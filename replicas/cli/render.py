@@ -95,10 +95,10 @@ def config_tables(config: Config) -> RenderableType:
 
 
 def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
-    """Return a line for each node, and for each replica that fits no node.
+    """Return a line for each node with replicas, and each replica that fits no node.
 
-    :param where: nodes by replica that fits. :param waits: lacks by replica that does
-        not.
+    :param where: names of nodes, by each replica that fits.
+    :param waits: the lacking resource as text, by each replica that does not.
     """
     if not waits and all(node.local for node in nodes):
         return []
@@ -112,7 +112,8 @@ def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes:
 
 
 def fitted(columns: Sequence[Sequence[str]], room: int) -> list[int]:
-    """Return widths of columns that begin with their headings.
+    """Return widths for columns of texts, each with its heading first, that together
+    have at most ``room`` characters.
 
     Whole words fit first, then whole cells, then whole headings, the shortest need
     first. If even the words do not fit, the longest ones (paths) are broken.
@@ -141,7 +142,7 @@ def versions_table(channel: ChannelStatus, now: float) -> RenderableType:
 
 
 def _version_row(version: VersionStatus, now: float) -> tuple[str | Text, ...]:
-    """Return a row of the table of versions."""
+    """Return the cells of a version's row; ``now``: in seconds since 1970."""
     said = [f"content of {version.content_of}"] if version.content_of else []
     said += [f"{name} {value:g}" for name, value in version.scores.items()]
     said += [f"rejected: {version.rejected}"] if version.rejected else []
@@ -167,11 +168,14 @@ class _Table:
     """
 
     def __init__(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> None:
+        """Keep title, headings and rows of cells; widths are chosen when it is
+        drawn."""
         self._title, self._columns = title, tuple(columns)
         # foreign text is not markup
         self._rows = [tuple(Text(cell) if isinstance(cell, str) else cell for cell in row) for row in rows]
 
     def __rich_console__(self, console: object, options: ConsoleOptions) -> RenderResult:
+        """Yield the Rich table, with widths for the console's size."""
         columns = [(name, *(row[place].plain for row in self._rows)) for place, name in enumerate(self._columns)]
         widths = fitted(columns, options.max_width - _BETWEEN * len(columns))
         table = Table(
@@ -190,7 +194,7 @@ class _Table:
 
 
 def _group_row(group: GroupConfig) -> tuple[str, ...]:
-    """Return a row of the table Groups of a config."""
+    """Return the cells of a configured group's row in the table Groups."""
     nodes = f" ({group.nnodes} nodes)" if group.nnodes > 1 else ""
     return (
         group.name,
@@ -206,7 +210,8 @@ _ENDS = {"run": "the run ends", "group": "its group ends", "replica": "it stays 
 
 
 def _failure_row(config: Config, group: GroupConfig, on_channels: frozenset[str]) -> tuple[str, ...]:
-    """Return a row of the table Failures; ``on_channels``: groups with a channel."""
+    """Return a group's cells in the table Failures; ``on_channels``: groups with
+    channels."""
     ready = f"{needed_replicas(group.min_ready, group.replicas)} of {group.replicas}"
     if group.external:
         return group.name, "by others", "-", "-", ready
@@ -225,7 +230,7 @@ def _failure_row(config: Config, group: GroupConfig, on_channels: frozenset[str]
 
 
 def _timeout_row(group: GroupConfig) -> tuple[str, ...]:
-    """Return a row of the table Timeouts of a config; "-" for no timeout."""
+    """Return the cells of a group's row in the table Timeouts; "-" for no timeout."""
     health = group.health
     beat, drain = duration_text(health.heartbeat_timeout_s), duration_text(group.drain_timeout_s)
     if group.external:
@@ -236,14 +241,14 @@ def _timeout_row(group: GroupConfig) -> tuple[str, ...]:
 
 
 def _resource_row(group: GroupConfig) -> tuple[str, ...]:
-    """Return a row of the table Resources of a config; "-" for no limit."""
+    """Return the cells of a group's row in the table Resources; "-" for no limit."""
     has = group.resources
     memory = "-" if has.memory_nbytes is None else size_text(has.memory_nbytes)
     return group.name, str(has.gpus or "-"), str(has.cpu_threads or "-"), memory, str(has.max_processes or "-")
 
 
 def _channel_row(channel: ChannelConfig) -> tuple[str, ...]:
-    """Return a row of the table Channels of a config."""
+    """Return the cells of a configured channel's row in the table Channels."""
     members = f"{_parties(channel.sources)} -> {_parties(channel.targets) or '(nobody)'}"
     return (
         channel.name,
@@ -258,12 +263,14 @@ def _channel_row(channel: ChannelConfig) -> tuple[str, ...]:
 
 
 def _parties(parties: Iterable[ChannelRole]) -> str:
-    """Return groups with their ranks as text: ``trainer (leader), eval (all)``."""
+    """Return groups of a channel with their ranks as text: ``trainer (leader), eval
+    (all)``."""
     return ", ".join(f"{party.group} ({party.ranks})" for party in parties)
 
 
 def _title(status: RunStatus) -> Text:
-    """Return the first line of a state: run, readiness, address, pid and age."""
+    """Return the first line of ``replicas status``: run, readiness, address, pid,
+    age."""
     ready = ("ready", "bold green") if status.ready else ("not ready", "bold yellow")
     title = Text.assemble((status.run, "bold"), "  ", ready, f"  {status.endpoint}  pid {status.pid}")
     title.append(f"  up {duration_text(status.uptime_s)}")
@@ -273,7 +280,8 @@ def _title(status: RunStatus) -> Text:
 
 
 def _wrong(status: RunStatus, now: float) -> Iterator[Text]:
-    """Yield a sentence for each trouble, or wait of known length."""
+    """Yield a styled sentence for each trouble of the run, and each wait with a known
+    end."""
     for one in verdict(status, now).troubles:
         if one.level != "note" or one.until is not None:
             most = "up to " * one.about.startswith("group ")  # of several replicas, the first has it longest
@@ -284,7 +292,7 @@ def _wrong(status: RunStatus, now: float) -> Iterator[Text]:
 
 
 def status_tables(status: RunStatus) -> RenderableType:
-    """Return the tables of a state, as ``replicas status`` prints them."""
+    """Return the tables of a run's state, as ``replicas status`` prints them."""
     replicas = [replica for group in status.groups for replica in group.replicas]
     parts: list[RenderableType] = [
         _title(status),
@@ -329,19 +337,20 @@ def _lines(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], width: 
 
 
 def _cut(text: str, width: int) -> str:
-    """Return the text in exactly ``width`` cells: padded, or cut with an ellipsis."""
+    """Return the text in ``width`` terminal cells: padded, or cut with an ellipsis."""
     return set_cell_size(text, width) if cell_len(text) <= width else f"{set_cell_size(text, max(0, width - 1))}…"
 
 
 def _top_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
-    """Return a replica's row of ``replicas top``."""
+    """Return the cells of a replica's row in ``replicas top``."""
     name, state, age, _, heartbeat, loaded, reason = _replica_row(replica)
     behind = max(replica.lag_s.values(), default=0.0)
     return name, state, age, heartbeat, loaded, duration_text(behind) if behind else "-", reason
 
 
 def _top_channel_row(channel: ChannelStatus, replicas: Iterable[ReplicaStatus], now: float) -> tuple[str, ...]:
-    """Return a channel's row of ``replicas top``."""
+    """Return a channel's cells in ``replicas top``; ``replicas``: the run's, for
+    lags."""
     lags = sorted(((one.lag_s.get(channel.name, 0.0), one.name) for one in replicas), reverse=True)
     behind = list_text([name for lag_s, name in lags if lag_s], 1)
     last, step = channel.last_sync, "" if channel.step is None else f" (step {channel.step:g})"
@@ -362,7 +371,7 @@ def _under_way(publish: PublishStatus) -> str:
 
 
 def _group_state_row(group: GroupStatus) -> tuple[str | Text, ...]:
-    """Return a row of the table Groups of a state."""
+    """Return the cells of a group's row in ``replicas status``."""
     states = Counter(replica.state for replica in group.replicas)
     others = [f"{count} {state}" for state, count in sorted(states.items()) if state != "ready"]
     restarts = [f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(group.restarts.items()) if count]
@@ -381,7 +390,7 @@ def _group_state_row(group: GroupStatus) -> tuple[str | Text, ...]:
 
 
 def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
-    """Return a row of the table Replicas of a state."""
+    """Return the cells of a replica's row in ``replicas status``."""
     versions = sorted(replica.versions.items())
     loaded = str(versions[0][1]) if len(versions) == 1 else ", ".join(f"{name} {number}" for name, number in versions)
     return (
@@ -396,13 +405,13 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
 
 
 def _open_updates(replica: ReplicaStatus) -> str:
-    """Return the replica's updates that are open for long, as text, or ""."""
+    """Return the replica's updates that are open for too long, as text, or ""."""
     open_s = sorted(replica.open_s.items())
     return ", ".join(f"update of {name} open for {duration_text(s)}" for name, s in open_s if s > OPEN_S)
 
 
 def _node_row(node: NodeStatus) -> tuple[str | Text, ...]:
-    """Return a row of the table Nodes of a state."""
+    """Return the cells of a node's row in ``replicas status``."""
     return (
         node.name + (" (this machine)" if node.local else ""),
         Text(node.state, style={"up": "green", "lost": "red"}.get(node.state, "yellow")),
@@ -414,7 +423,7 @@ def _node_row(node: NodeStatus) -> tuple[str | Text, ...]:
 
 
 def _channel_state_row(channel: ChannelStatus) -> tuple[str, ...]:
-    """Return a row of the table Channels of a state."""
+    """Return the cells of a channel's row in ``replicas status``."""
     last = channel.last_sync
     synced = channel.syncs.get("committed", 0)
     ago = ""
@@ -433,7 +442,7 @@ def _channel_state_row(channel: ChannelStatus) -> tuple[str, ...]:
 
 
 def event_line(record: Record) -> Text:
-    """Return a line such as ``20:07:51 12 rollout/1 ready after 2.1 s``."""
+    """Return an event as a line such as ``20:07:51 12 rollout/1 ready after 2.1 s``."""
     who, what, tone = in_words(record.event, record.at)
     clock = time.strftime("%H:%M:%S", time.localtime(record.at))
     return Text.assemble(

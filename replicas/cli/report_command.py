@@ -71,8 +71,9 @@ def report(
 
 
 def _events(run: Path | None) -> Iterable[Record]:
-    """Return the events of a state folder, of a config's run, or of the only run here.
+    """Return the recorded events of a run, read from disk as they are iterated.
 
+    :param run: a state folder, or a config file; None: the only run below this folder.
     :raises Disconnected: none are recorded.
     """
     folder = RunAddress(run).state_dir if run is None or run.suffix == ".toml" else trusted(absolute(run))
@@ -85,7 +86,8 @@ def _events(run: Path | None) -> Iterable[Record]:
 
 
 def write(path: Path, text: str) -> None:
-    """Put the text in place of the file, readable by its owner only; follow a link.
+    """Replace the file by one with this text, atomically and readable by its owner
+    only; follow a link.
 
     :raises replicas.errors.WorldError: it cannot be written, or is a device or a pipe.
     """

@@ -79,10 +79,9 @@ def slurm(
 
 
 def queued(place: RunAddress) -> str | None:
-    """Return number, state and reason of the run's job in Slurm's queue, as text.
-
-    None if this user has no job with the run's name, or Slurm does not answer.
-    """
+    """Ask Slurm's queue (``squeue``) for the run's job; return number, state and reason
+    as text. Return None if this user has no job with the run's name, or Slurm does not
+    answer within 5 s."""
     if place.config is None or shutil.which("squeue") is None:
         return None
     command = ["squeue", "--me", "--noheader", "--name", place.config.run.name, "--format", "%i %T %r"]
@@ -95,8 +94,10 @@ def queued(place: RunAddress) -> str | None:
 
 
 def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:
-    """Return the config's table with the values of the command line in their places.
+    """Return the config's table ``slurm``, with the values of the command line in place
+    of its own.
 
+    :param given: the values by key, those that were given only.
     :raises UsageError: an option has an invalid value.
     """
     place = Place(Path())
@@ -109,8 +110,9 @@ def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:
 
 
 def _submitted(text: str) -> str:
-    """Submit the script and return the number of the job.
+    """Submit the script to Slurm (``sbatch``); wait, and return the number of the job.
 
+    :param text: the script.
     :raises UsageError: there is no sbatch.
     :raises WorldError: sbatch refused the script.
     """

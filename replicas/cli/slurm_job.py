@@ -76,9 +76,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, environ: Mapping[str, str], *, whole_run: bool) -> Task:
-        """Read the task from Slurm's variables.
+        """Read this process's task from Slurm's variables.
 
-        :param whole_run: a step of its own is the run; else the batch script is.
+        :param whole_run: True if a step of its own is the run, False if the batch
+            script is.
         :raises UsageError: this process does not belong to a Slurm job, or its step has
             several tasks on this node.
         """
@@ -108,7 +109,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def host_names(text: str) -> tuple[str, ...]:
-    """Return the names in a list as Slurm writes it, such as ``n[01-03,7],head``."""
+    """Return the names in a list as Slurm writes it, such as ``n[01-03,7],head``; an
+    empty tuple for a list of another form."""
     found: list[str] = []
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         before, bracket, rest = name.partition("[")
@@ -124,8 +126,10 @@ def host_names(text: str) -> tuple[str, ...]:
 
 
 def run_part(config: Config, part: Literal["all", "supervisor", "agent"]) -> int:
-    """Run the part to its end, and return the exit code of the task.
+    """Run this task's part of the run to its end, and return the exit code of the task.
 
+    :param part: "all" is the agent of this node, and on the first node the supervisor,
+        too.
     :raises UsageError: this is not a task of a Slurm job, or the nodes cannot reach
         this one.
     """
@@ -142,7 +146,8 @@ def run_part(config: Config, part: Literal["all", "supervisor", "agent"]) -> int
 
 
 def _supervise(config: Config, task: Task) -> int:
-    """Supervise the run and keep its file for joining agents; return the exit code."""
+    """Supervise the run to its end, and return the exit code. Meanwhile keep the file
+    with which agents join; remove it at the end."""
     path, is_ours = task.invitation(config), False
 
     def write(supervisor: Supervisor) -> None:
@@ -179,7 +184,9 @@ def _supervise(config: Config, task: Task) -> int:
 
 
 def _on_job(config: Config, task: Task) -> Config:
-    """Return the job's config; raise UsageError if nodes cannot reach this one."""
+    """Return a copy of the config for this job: it listens on an address that the other
+    nodes reach, and waits for their agents. Raise UsageError if there is no such
+    address."""
     needed = is_loopback(config.control.host) or is_loopback(config.store.bind)
     return on_cluster(config, _own_address(task) if needed else "", task.nodes)
 
@@ -210,7 +217,8 @@ def _own_address(task: Task) -> str:
 
 
 def _address_of(name: str) -> str:
-    """Return the first address of this name that is not loopback, or ""."""
+    """Look a host name up (this may block); return its first address that is not
+    loopback, or an empty text."""
     with contextlib.suppress(OSError):
         for *_, place in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM) if name else ():
             if not is_loopback(str(place[0])):
@@ -219,7 +227,8 @@ def _address_of(name: str) -> str:
 
 
 def _slurms_address(node: str) -> str:
-    """Return ``NodeAddr`` of the node, as Slurm has it, or ""."""
+    """Ask ``scontrol`` for the address (``NodeAddr``) of a node, 10 s at most; return
+    an empty text if there is no answer."""
     try:
         told = subprocess.run(
             ["scontrol", "--oneliner", "show", "node", node], capture_output=True, timeout=_SCONTROL_S, check=False
@@ -231,7 +240,8 @@ def _slurms_address(node: str) -> str:
 
 
 def _end_of_route(there: str) -> str:
-    """Return this machine's address on the route to another, or "" without a route."""
+    """Return this machine's own address on the route to the address ``there``, or an
+    empty text if there is no route, or it is loopback; send nothing."""
     family = socket.AF_INET6 if ":" in there else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((there, 9))  # sends nothing
@@ -271,7 +281,9 @@ def _own_agent(config: Config, task: Task) -> Iterator[None]:
 
 
 def _agent(config: Config, task: Task) -> int:
-    """Run agents of this node, one after another; return the exit code of the task."""
+    """Wait for the supervisor, and run agents of this node, one after another, each in
+    a forked child; return the exit code of the task. Replace the signal handlers of
+    this process."""
     from replicas.supervisor.agent.remote import Invitation, serve_node  # heavy: not for the supervisor's own process
 
     came = _noted_signals()
@@ -280,7 +292,8 @@ def _agent(config: Config, task: Task) -> int:
     state_dir = config.run.state_dir / "nodes" / task.node
 
     def serve() -> int:
-        """Serve the node in the forked child, without variables of a Slurm task."""
+        """In the forked child: remove the variables of a Slurm task, and run the agent
+        to its end; return the child's exit code."""
         for name in list(os.environ.keys() - without_step(os.environ).keys()):
             del os.environ[name]
         lost = serve_node(Invitation(text), name=task.node, labels=labels, state_dir=state_dir)
@@ -299,10 +312,11 @@ def _agent(config: Config, task: Task) -> int:
 
 
 def _why_again(code: int, used: str, now: str) -> Reason | None:
-    """Return why another agent must follow one that ended with ``code``, or None.
+    """Return why another agent must follow one that has ended, or None if none must.
 
-    :param used: ``token@host:port`` with which it joined. :param now: the present one,
-        or "".
+    :param code: its exit code, or the negative number of the signal that killed it.
+    :param used: ``token@host:port`` with which it joined.
+    :param now: the present ``token@host:port``, or an empty text if the run is over.
     """
     if not now:
         return None  # the run is over
@@ -314,7 +328,8 @@ def _why_again(code: int, used: str, now: str) -> Reason | None:
 
 
 def _is_closed(invitation: str) -> bool:
-    """Return True if the machine in ``token@host:port`` refuses connections there."""
+    """Connect to the address in ``token@host:port``; return True if it refuses
+    connections, False if it accepts, or does not answer within 5 s."""
     try:
         socket.create_connection(split(invitation.rpartition("@")[2]), _PROBE_S).close()
     except ConnectionRefusedError:
@@ -325,10 +340,9 @@ def _is_closed(invitation: str) -> bool:
 
 
 def _forked(work: Callable[[], int], last: signal.Signals) -> int:
-    """Fork a child that does the work, and gets ``last`` when this process ends.
-
-    Return its pid. Call it while this process has no other thread.
-    """
+    """Fork a child that runs ``work``, exits with its result, and gets the signal
+    ``last`` when this process ends; return the child's pid. Call it while this process
+    has no other thread."""
     parent = os.getpid()
     with naming_limits():
         pid = os.fork()
@@ -350,7 +364,8 @@ def _forked(work: Callable[[], int], last: signal.Signals) -> int:
 
 
 def _noted_signals() -> list[int]:
-    """Handle Slurm's signals: only add their numbers to the list that is returned."""
+    """Replace the handlers of SIGTERM, SIGINT and SIGUSR1, which Slurm sends: they only
+    add the signal's number to the list that is returned."""
     came: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: came.append(number))
@@ -366,7 +381,8 @@ def _read(path: Path) -> str:
 
 
 def _wait_for(path: Path, came: list[int]) -> str:
-    """Return ``token@host:port`` once the file is there; "" if a signal has come.
+    """Block until the supervisor has written the file, 120 s at most; return its
+    ``token@host:port``, or an empty text if a signal has come first.
 
     :param came: list to which a handler adds the numbers of signals.
     :raises WorldError: it did not come in time.

@@ -74,7 +74,8 @@ exit "$code"
 
 
 def script(config: Config, order: SlurmConfig, command: Sequence[str]) -> str:
-    """Return the script of the run.
+    """Return the text of the batch script that runs ``config`` on Slurm; submit
+    nothing.
 
     :param order: resources and limits to request from Slurm.
     :param command: runs the command ``replicas slurm CONFIG``, with absolute paths.
@@ -91,7 +92,10 @@ def script(config: Config, order: SlurmConfig, command: Sequence[str]) -> str:
 
 
 def _options(config: Config, order: SlurmConfig) -> Iterator[str]:
-    """Yield the options of sbatch for the job, such as ``--nodes=2``."""
+    """Yield the options of sbatch for the job, such as ``--nodes=2``.
+
+    :param order: resources and limits to request from Slurm.
+    """
     yield f"--job-name={config.run.name}"
     if order.partition is not None:
         yield f"--partition={order.partition}"
@@ -113,14 +117,16 @@ def _options(config: Config, order: SlurmConfig) -> Iterator[str]:
 
 
 def grace_s(config: Config, order: SlurmConfig) -> float:
-    """Return how many seconds before its end Slurm signals the job."""
+    """Return how many seconds before its end Slurm signals the job: the configured
+    time, or the longest drain of a group and 30 s."""
     if order.grace_s is not None:
         return order.grace_s
     return max(group.drain_timeout_s + group.stop_timeout_s for group in config.groups.values()) + _MARGIN_S
 
 
 def _refuse_too_short(config: Config, order: SlurmConfig) -> None:
-    """Raise UsageError if the job would be told of its end as it starts."""
+    """Raise UsageError if the requested time is so short that the job would be told of
+    its end, and drain, as it starts."""
     grace = grace_s(config, order)
     if order.time_s is not None and order.time_s <= grace + _EARLIER_S:
         raise UsageError(

@@ -26,8 +26,9 @@ _LOOK_S = 0.5
 
 
 def seconds_of(option: str, text: str) -> float:
-    """Return the seconds of an option such as ``--for 10m``.
+    """Return the seconds of an option's text, such as ``10m``.
 
+    :param option: its name, such as ``--for``, for the error.
     :raises UsageError: it is not a duration above 0.
     """
     if not (seconds := config_values.in_units(text, config_values.UNITS_S)):
@@ -36,10 +37,12 @@ def seconds_of(option: str, text: str) -> float:
 
 
 def wait_until_served(place: RunAddress, channel: str, version: int, limit_s: float) -> int:
-    """Wait until all targets serve a version, or a later one; return which.
+    """Poll the run until all its ready targets serve a version, or a later one; return
+    the version that is served.
 
     A supervisor that does not answer is asked again.
 
+    :param limit_s: longest wait, in seconds.
     :raises SyncError: it was rejected, a newer candidate has taken its place, or it is
         not served within ``limit_s``.
     """
@@ -50,7 +53,7 @@ def wait_until_served(place: RunAddress, channel: str, version: int, limit_s: fl
             if is_served(status, channel, version):
                 return _channel(status, channel).current
             waits = _channel(status, channel).current < version
-            why = "it is the candidate" if waits else "a target has not loaded it"
+            why = "that version is the candidate" if waits else "a target has not loaded that version yet"
             hint = f"replicas promote {channel} serves it" if waits else "see replicas status"
         except Disconnected as error:
             why, hint = error.message, error.hint or ""
@@ -60,17 +63,21 @@ def wait_until_served(place: RunAddress, channel: str, version: int, limit_s: fl
 
 
 def is_candidate(place: RunAddress, channel: str, version: int) -> bool:
-    """Return True if the version is committed and waits to be promoted."""
+    """Ask the run; return True if the version is a candidate: committed, but not served
+    before it is promoted."""
     return _channel(place.status(), channel).current < version
 
 
 def _channel(status: RunStatus, name: str) -> ChannelStatus:
+    """Return the status of the channel of this name, which exists."""
     return next(one for one in status.channels if one.name == name)
 
 
 def is_served(status: RunStatus, name: str, version: int) -> bool:
-    """Return True if all ready targets of a channel serve the version or a later one.
+    """Return True if all ready targets of a channel serve the version or a later one,
+    False if not yet, or if no target is ready.
 
+    :param name: the channel's.
     :raises SyncError: it was rejected, or a newer candidate has taken its place.
     """
     channel = _channel(status, name)
@@ -83,7 +90,7 @@ def is_served(status: RunStatus, name: str, version: int) -> bool:
         return bool(ready) and all(one.versions.get(name, 0) >= version for one in ready)
     if channel.committed_version > version:
         text = f"version {channel.committed_version} has taken the place of version {version}, which was not served"
-        raise SyncError(text, hint="promote the newer one, or put this one again")
+        raise SyncError(text, hint="promote the newer version, or put this one again")
     return False
 
 
@@ -110,17 +117,27 @@ def versions(
 
 
 def _plain(channel: ChannelStatus) -> dict[str, object]:
+    """Return what ``versions --json`` prints of a channel, as builtins."""
     keys = ("follow", "canary", "versions")
     return {key: msgspec.to_builtins(getattr(channel, key)) for key in keys}
 
 
 def _no_channel(name: str, known: list[str]) -> UsageError:
+    """Return (do not raise) the error that the run has no channel of this name.
+
+    :param known: names of its channels.
+    """
     hint = f"its channels are {', '.join(known)}" if known else "it has no channels"
     return UsageError(f'the run has no channel "{name}"{config_values.nearest(name, known)}', hint=hint)
 
 
 def _carry_out(place: RunAddress, order: VersionOrder, doing: str, words: str, *, as_json: bool) -> None:
-    """Send an order, and print ``words``, with the version decided on as ``{}``."""
+    """Send an order about versions, wait until it is done, and print the outcome.
+
+    :param doing: text of the progress line.
+    :param words: the outcome, with ``{version}``, ``{of}`` (the version whose content
+        it has) and ``{name}`` (of a lease or label) to be filled in.
+    """
     answer = send(place, order, doing)
     decided = msgspec.convert(answer.result, Steered)
     lasts = f", until {time.strftime('%H:%M:%S', time.localtime(decided.until))}" if decided.until else ""
@@ -186,7 +203,7 @@ def hold(
     """Keep the content of VERSION while newer ones come; print the lease's name."""
     seconds = seconds_of("--for", lasts) if lasts else None
     order = orders.Hold(channel=channel, version=version, seconds=seconds, name=name)
-    _carry_out(place, order, f"holding {version}", "{name} keeps version {version}", as_json=as_json)
+    _carry_out(place, order, f"holding {version}", "lease {name} keeps version {version}", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -199,7 +216,7 @@ def release(
 ) -> None:
     """End the lease NAME, which a hold has made."""
     order = orders.Release(channel=channel, name=name)
-    _carry_out(place, order, f"releasing {name}", "{name} no longer keeps version {version}", as_json=as_json)
+    _carry_out(place, order, f"releasing {name}", "lease {name} no longer keeps version {version}", as_json=as_json)
 
 
 @command(failed=FAILED)
@@ -217,7 +234,7 @@ def label(
     if bool(version) == remove:
         raise UsageError("give VERSION or --remove")
     order = orders.Label(channel=channel, label=label, version=version, move=move)
-    words = "{name} is removed" if remove else "{name} is version {version}"
+    words = "label {name} is removed" if remove else "label {name} points to version {version}"
     _carry_out(place, order, f"labelling {version}", words, as_json=as_json)
 
 

@@ -19,12 +19,12 @@ from replicas.trust.tokens import OPERATOR_FILE, ROLES, Role, Tokens
 def token(
     *,
     place: ThisRun,
-    role: Annotated[str | None, typer.Option(metavar="ROLE", help="Only that of a member, or of an operator.")] = None,
+    role: Annotated[str | None, typer.Option(metavar="ROLE", help="Only a member's, or an operator's.")] = None,
     rotate: Annotated[
-        bool, typer.Option("--rotate", help="Replace it; the one before stays valid until the next time.")
+        bool, typer.Option("--rotate", help="Replace the token; the one before stays valid until the next rotation.")
     ] = False,
     revoke_old: Annotated[
-        bool, typer.Option("--revoke-old", help="End the one before, and the connections that showed it.")
+        bool, typer.Option("--revoke-old", help="End the token before, and the connections that showed it.")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="End a token also while nodes are away, which then cannot come back.")
@@ -68,7 +68,8 @@ def token(
 
 
 def make(folder: Path) -> list[str]:
-    """Make a key and tokens in a folder of their own; return lines for a config.
+    """Create a key and tokens as files in a folder, which is made; return lines for a
+    config.
 
     :raises UsageError: there is a key already, or the folder cannot be used.
     """

@@ -75,11 +75,13 @@ def top(
     arrows, space, b, g and G scroll. `status --watch` is the same in a terminal.
     """
     if not show_live(place, interval):
-        raise UsageError("top needs a terminal", hint="for a pipe or a file: replicas status --watch")
+        raise UsageError("top needs a terminal", hint="for a pipe or a file use: replicas status --watch")
 
 
 def show_live(place: RunAddress, interval: float) -> bool:
-    """Show the view until its end; return False at once where there is no terminal.
+    """Draw the view of a run on the terminal until a key ends it or the run is over;
+    return False immediately where there is no terminal, else True. Starts two daemon
+    threads, which ask the supervisor.
 
     :param interval: between two requests for the status, in seconds.
     """
@@ -98,7 +100,8 @@ def show_live(place: RunAddress, interval: float) -> bool:
 
 
 def _suspended(seen: _Seen, screen: Screen) -> bool:
-    """Draw until the end; return True if the user suspends the command (Ctrl-Z)."""
+    """Draw until the end of the view; return True if the user suspends the command
+    (Ctrl-Z), so that the caller stops this process and then calls this again."""
     suspends: list[int] = []
     frame = _Frame(seen, screen)
     with _signals(suspends), _keys() as keys, Live(console=screen, screen=True, auto_refresh=False) as live:
@@ -112,6 +115,7 @@ class _Seen:
     """The known state of the run; each thread writes attributes of its own."""
 
     def __init__(self, place: RunAddress, status: RunStatus) -> None:
+        """Begin with this status of the run; start no thread."""
         self._place = place
         self.status, self.at = status, time.time()
         self.events: deque[Record] = deque(maxlen=_EVENTS)
@@ -120,7 +124,8 @@ class _Seen:
         """Grows with each change."""
 
     def poll_status(self, interval_s: float) -> None:
-        """Update ``status`` and ``error`` in a loop, until the run is over."""
+        """Thread: update ``status`` and ``error`` every ``interval_s`` seconds, until
+        the run is over; then set ``over`` to the text how it ended."""
         while not self.over:
             time.sleep(interval_s)
             try:
@@ -133,7 +138,8 @@ class _Seen:
             self.changes += 1
 
     def follow(self) -> None:
-        """Append new events in a loop, over lost connections and supervisors."""
+        """Thread: append new events to ``events`` as they come, also after a lost
+        connection and from a next supervisor, until the run is over."""
         after = max(0, self.status.newest_event - _EVENTS)
         while not self.over:
             with contextlib.suppress(ReplicasError):  # the status shows that there is no answer
@@ -148,6 +154,8 @@ class _Frame:
     """One frame of the view, drawn from ``seen``, as long as the terminal is high."""
 
     def __init__(self, seen: _Seen, screen: Screen) -> None:
+        """Draw what the threads have ``seen``, at the height of ``screen``; begin at
+        the top."""
         self._seen, self._screen = seen, screen
         self._first = self._page = self._lines = 0
         self._drawn: object = None
@@ -162,16 +170,20 @@ class _Frame:
         return key != b"q"
 
     def stale(self, size: object) -> bool:
-        """Return True if state, scroll or size have changed since the last call."""
+        """Return True if a frame must be drawn: state, scroll position or the
+        terminal's ``size`` have changed since the last call."""
         now = (self._seen.changes, size)
         before, self._drawn = self._drawn, now
         return before != now
 
     def __rich_console__(self, console: object, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines of the frame, as many as the terminal is high."""
         seen, height = self._seen, options.height or self._screen.height
         flat = options.update(height=None, highlight=False)
 
         def lines_of(*parts: RenderableType) -> list[list[Segment]]:
+            """Render these parts, one below the other, to lines of the terminal's
+            width."""
             return self._screen.render_lines(Group(*parts), flat, pad=False)
 
         first, sentence, *others = _head(seen, verdict(seen.status, seen.at))
@@ -196,13 +208,17 @@ class _Frame:
 
 
 def _one_line(text: Text) -> Text:
-    """Set the text to be cut to one line, and return the same text."""
+    """Change the text so that Rich cuts it to one line, and return it."""
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 
 
 def _head(seen: _Seen, found: Verdict) -> Iterator[Text]:
-    """Yield the head of a frame: run, verdict, and further troubles."""
+    """Yield the head of a frame: the run, then the worst trouble as a sentence and
+    further ones, or since when no supervisor answers.
+
+    :param seen: the known state. :param found: the judgement of its status.
+    """
     status = seen.status
     now = time.strftime("%H:%M:%S", time.localtime(seen.at))
     about = f"  {status.endpoint}  up {duration_text(status.uptime_s)}  {now}"
@@ -220,9 +236,11 @@ def _head(seen: _Seen, found: Verdict) -> Iterator[Text]:
 
 @contextlib.contextmanager
 def _signals(suspends: list[int]) -> Iterator[None]:
-    """Context manager: raise SystemExit on signals, or note Ctrl-Z in ``suspends``."""
+    """Context manager: replace signal handlers. SIGTERM and SIGHUP raise SystemExit;
+    Ctrl-Z (SIGTSTP) only adds its number to ``suspends``."""
 
     def end(signum: int, _frame: object) -> None:
+        """Signal handler: raise SystemExit with the shell's code of the signal."""
         raise SystemExit(128 + signum)
 
     before = {one: signal.signal(one, end) for one in (signal.SIGTERM, signal.SIGHUP)}
@@ -236,15 +254,17 @@ def _signals(suspends: list[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], list[bytes]]]:
-    """Context manager: read keys at once, without echo.
+    """Context manager: let the terminal deliver keys without waiting for a line, and
+    without echo; restore its settings on leaving.
 
-    Yields a function that waits up to some seconds and returns the keys. A key that is
-    held down comes several times in one read.
+    Yields a function that waits up to a number of seconds for keys, and returns them. A
+    key that is held down comes several times in one read.
     """
     fd = sys.stdin.fileno()
     fds = [fd] if os.isatty(fd) else []
 
     def keys(timeout_s: float) -> list[bytes]:
+        """Wait for keys, and return them; without a terminal only wait."""
         return _KEY.findall(os.read(fd, 256)) if select.select(fds, [], [], timeout_s)[0] else []
 
     if not fds:  # only wait

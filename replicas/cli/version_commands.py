@@ -114,7 +114,7 @@ def put(
     print(json_text(facts | {"members": took}) if as_json else f"{text}{receipt.digest}: {', '.join(took) or 'nobody'}")
     if not took:
         hint = "start a target before the next one, or set min_targets = 1 for the channel, which waits for one"
-        raise SyncError("no target took the version, which is gone with this command", hint=hint)
+        raise SyncError("no target has taken the version, which is lost as this command ends", hint=hint)
     says = ""
     if limit_s:
         with patience(f"waiting until version {receipt.version} is served"):
@@ -166,10 +166,13 @@ def verify(
 def _got(
     place: RunAddress, channel: str, group: str, deadline_s: float, version: int | None, at_least: int | None
 ) -> Iterator[_Got]:
-    """Join as a target, get the newest version and leave; then yield the version.
+    """Context manager: join the channel as a target, receive its newest version, and
+    leave; then yield the version, whose file is closed at the end of the block.
 
-    :param version: exactly this one, or SyncError. :param at_least: wait for this one
-        or a newer one.
+    :param group: external group to join in; empty: one is chosen.
+    :param deadline_s: longest time of the join, and of the receive.
+    :param version: exactly this one, or SyncError.
+    :param at_least: wait for this one or a newer one.
     """
     if version is not None and at_least is not None:
         raise UsageError("give --version or --at-least, not both")
@@ -194,10 +197,10 @@ def _got(
 
 
 def _kept(joined: replicas.Channel, version: int, deadline_s: float) -> replicas.Update:
-    """Return a version that others hold and that is not served, kept for this member
-    until it leaves.
+    """Have the run bring an older version, which other members hold, to this member,
+    and return it open for reading; a lease keeps it until this member leaves.
 
-    :raises Gone: nobody holds it, or it did not come within ``deadline_s``.
+    :raises Gone: no member holds it, or it did not come within ``deadline_s``.
     """
     joined.versions.hold(version, deadline=deadline_s).wait()
     until = time.monotonic() + deadline_s
@@ -211,10 +214,11 @@ def _kept(joined: replicas.Channel, version: int, deadline_s: float) -> replicas
 
 
 def membership(place: RunAddress, channel: str, role: str, group: str, deadline_s: float) -> replicas.Channel:
-    """Join the channel as a replica of its own; the caller closes it.
+    """Join the channel as a replica of its own, and return it; the caller closes it.
 
     :param role: ``sources`` or ``targets``.
     :param group: the external group to join in; "" chooses one.
+    :param deadline_s: longest wait for the join.
     :raises UsageError: the run has no such channel, or no group that fits.
     """
     status = place.status()
@@ -224,7 +228,7 @@ def membership(place: RunAddress, channel: str, role: str, group: str, deadline_
     fit = {one.name: one for one in status.groups if one.launcher == "external" and one.world_size == 1}
     groups = sorted((name for name in named[channel] if name in fit), key=lambda name: fit[name].min_ready != 0)
     if group not in ("", *groups) or not groups:
-        text = f'"{group}" is another kind of group' if group else "there is none"
+        text = f'group "{group}" is of another kind' if group else "the run has no such group"
         hint = f"use --group {' or '.join(groups)}, or leave --group out" if groups else _remedy(channel, role)
         where = f"an external group of one rank in the {role} of {channel}"
         raise UsageError(f"this command joins {where}: {text}", hint=hint)
@@ -243,7 +247,8 @@ def membership(place: RunAddress, channel: str, role: str, group: str, deadline_
 
 
 def _remedy(channel: str, role: str) -> str:
-    """Return the hint which keys to add to the config."""
+    """Return a hint which keys to add to the config, so that a command can join the
+    channel in this role (``sources`` or ``targets``)."""
     name = "reader" if role == "targets" else "loader"
     return (
         f'add to the config: [groups.{name}] with launcher = "external" and min_ready = 0, and "{name}" to {role} of '

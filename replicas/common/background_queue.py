@@ -18,18 +18,19 @@ T = TypeVar("T")
 
 
 class BackgroundQueue(Generic[T]):
-    """Calls ``work(item)`` for each item, in order, on a daemon thread of its own.
-
-    :param name: name of the thread, which the first item starts.
-    :param work: must not raise.
-    :param missing: called with the number of items that were dropped before the next
-        item; must not raise.
-    :param most: number of items that may wait.
-    """
+    """Calls ``work(item)`` for each item, in order, on a daemon thread of its own."""
 
     def __init__(
         self, name: str, work: Callable[[T], object], missing: Callable[[int], object], most: int = 1000
     ) -> None:
+        """Keep the arguments; start no thread yet.
+
+        :param name: name of the thread, which the first item starts.
+        :param work: must not raise.
+        :param missing: called with the number of items that were dropped before the
+            next item; must not raise.
+        :param most: number of items that may wait.
+        """
         self._name, self._work, self._missing, self._most = name, work, missing, most
         self._queue: queue.SimpleQueue[tuple[T, int] | Latch] = queue.SimpleQueue()  # a finaliser may interrupt its put
         self._thread: threading.Thread | None = None
@@ -50,9 +51,12 @@ class BackgroundQueue(Generic[T]):
         locked(self._starting, self._start)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all queued items are done.
+        """Wait until the thread has handled all items that are queued now.
 
-        Return True if they are; False after ``timeout_s``, or if no thread can start.
+        Start it if needed.
+
+        Return True if they are done; False after ``timeout_s``, or if no thread can
+        start.
         """
         if self._thread is None and self._queue.empty():
             return True
@@ -74,7 +78,9 @@ class BackgroundQueue(Generic[T]):
     def _run(self) -> None:
         """Call ``work`` for each item, for ever.
 
-        If items were dropped before the item, call ``missing`` first.
+        The function of the queue's own thread.
+
+        If items were dropped before an item, call ``missing`` with their number first.
         """
         while True:
             found = self._queue.get()

@@ -18,5 +18,9 @@ class Backoff(NamedTuple):
     max_s: float
 
     def after(self, failures: int) -> float:
-        """Return the delay in seconds: ``first_s``, doubled for each failure."""
+        """Return the delay in seconds before the next try, after so many failures.
+
+        It is ``first_s`` doubled for each failure, ``max_s`` at most; 0 failures give
+        ``first_s``.
+        """
         return min(self.max_s, self.first_s * 2.0 ** min(failures, _DOUBLINGS_MAX))

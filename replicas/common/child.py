@@ -40,11 +40,6 @@ class ChildLife:
 
     It records what its owner does, and touches no process. Times: any one steady clock.
 
-    :param again: delay of the next start, by the number of starts in a row; None for a
-        single start.
-    :param steady_s: a process that lived longer begins a new row.
-    :param tries: starts in a row after which it is over; 0 for no limit.
-    :param look_interval_s: time between two looks after a start; None for no looks.
     :ivar starts: number of starts in this row.
     :ivar due: when :meth:`on_time` must be called; inf for never.
     """
@@ -52,6 +47,14 @@ class ChildLife:
     def __init__(
         self, again: Backoff | None, *, steady_s: float = 60.0, tries: int = 0, look_interval_s: float | None = None
     ) -> None:
+        """Begin in the state "waiting", with no start scheduled.
+
+        :param again: delay of the next start, by the number of starts in a row; None
+            for a single start.
+        :param steady_s: a process that lived longer begins a new row.
+        :param tries: starts in a row after which it is over; 0 for no limit.
+        :param look_interval_s: time between two looks after a start; None for no looks.
+        """
         self.state: ChildState = "waiting"
         self.starts = 0
         self._again, self._steady_s, self._tries = again, steady_s, tries
@@ -60,9 +63,12 @@ class ChildLife:
         self.due = math.inf
 
     def on_time(self, now: float) -> Literal["", "look", "start"]:
-        """Return the step that is due for the owner, or ""; schedule the next look.
+        """Return the step that the owner must carry out now, or "" if none is due.
 
-        ``"start"``: start the process. ``"look"``: check the process.
+        ``"start"`` means to start the process, ``"look"`` to check that it still works.
+        The next look is scheduled here, if the owner wants looks.
+
+        :param now: seconds of the owner's steady clock.
         """
         if now < self.due:
             return ""
@@ -73,32 +79,40 @@ class ChildLife:
         return "look"
 
     def start(self, now: float) -> None:
-        """Record a start. A failed start must be recorded by :meth:`ended`, too."""
+        """Record that the owner starts the process now; enter the state "starting".
+
+        A start that fails must be recorded by :meth:`ended`, too.
+        """
         self._step("start")
         self.starts += 1
         self._began, self.due = now, math.inf
         self._look_again(now)
 
     def ready(self) -> None:
-        """Record that the child is ready; ignored after :meth:`give_up`."""
+        """Record that the process reports to be ready.
+
+        Ignored after :meth:`give_up`.
+        """
         if self.state == "starting":
             self._step("ready")
 
     def give_up(self) -> None:
-        """Record that the owner kills the child.
+        """Record that the owner kills the process, because it stalled.
 
-        No further look is due until its end.
+        The state is "dying". No further look is due until its end, which the owner
+        records by :meth:`ended`.
         """
         self._step("give_up")
         self.due = math.inf
 
     def ended(self, now: float, again: Backoff | None = None) -> bool:
-        """Record the exit, and schedule the next start.
+        """Record the end of the process, or its failed start; schedule the next start.
 
-        Return True if the child is over. It is over after too many starts in a row.
-        After :meth:`stop`, return False.
+        Return True if there were too many starts in a row, so that it is never started
+        again; else False, also after :meth:`stop`.
 
-        :param again: delays in place of the usual ones, for this time.
+        :param now: seconds of the owner's steady clock.
+        :param again: delays for this one time, in place of those of the constructor.
         """
         self.due = math.inf
         if now - self._began > self._steady_s:
@@ -113,16 +127,22 @@ class ChildLife:
         return False
 
     def stop(self) -> None:
-        """Record that the child must not start again; it may still run."""
+        """Record that the process must not be started again.
+
+        It may still run, and is not killed.
+        """
         self.due = math.inf
         if CHILD.allows(self.state, "stop"):
             self._step("stop")
 
     def _look_again(self, now: float) -> None:
-        """Schedule the next look, if the owner wants looks."""
+        """Schedule the next look one interval after ``now``, if the owner wants any."""
         if self._look_interval_s is not None:
             self.due = now + self._look_interval_s
 
     def _step(self, event: ChildEvent) -> None:
-        """Change the state as :data:`CHILD` says."""
+        """Enter the state to which ``event`` leads in :data:`CHILD`.
+
+        Raise InvalidStep if to none.
+        """
         self.state = CHILD.next(self.state, event)

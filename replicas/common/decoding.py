@@ -15,9 +15,10 @@ T = TypeVar("T")
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
-    """Decode a message to the decoder's type.
+    """Return the message in ``data``, of the decoder's type.
 
-    :raises msgspec.DecodeError: the input is malformed in any way.
+    :raises msgspec.DecodeError: the input is malformed in any way; this one error
+        stands for all that msgspec may raise (:data:`MALFORMED`).
     """
     try:
         return decoder.decode(data)

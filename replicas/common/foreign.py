@@ -34,7 +34,7 @@ def one_line(text: str, most: int = LINE_NCHARS) -> str:
     """Return ``text`` as one line of at most ``most`` printable characters.
 
     Escape sequences are removed, line breaks and tabs become a space, other unprintable
-    characters are written as in Python (``\\x07``, ``\\u202e``).
+    characters are written as Python escapes. A longer text is cut, and ends with "...".
     """
     if not text.isprintable():
         text = _BREAKS.sub(" ", _SEQUENCES.sub("", text)).strip()
@@ -43,7 +43,11 @@ def one_line(text: str, most: int = LINE_NCHARS) -> str:
 
 
 def lines(text: str) -> str:
-    """Return ``text`` as printable, indented lines without a final line break."""
+    """Return ``text`` as printable lines without a final line break; indentation stays.
+
+    Escape sequences are removed, tabs become spaces, and other unprintable characters
+    are written as Python escapes.
+    """
     if text.isprintable():
         return text
     return "\n".join(visible(_SEQUENCES.sub("", line).expandtabs()) for line in text.splitlines())
@@ -57,10 +61,14 @@ def visible(text: str) -> str:
 
 
 def readable(data: bytes, prefix: bytes, limit: int) -> list[bytes]:
-    """Return the complete lines of a log for a terminal, each with ``prefix``.
+    """Return the complete lines of ``data`` for a terminal, each after ``prefix``.
 
-    They are valid UTF-8, with colours but no other control codes. A line longer than
-    ``limit``, with prefix and end, is cut, and ends with its size in bytes.
+    Bytes after the last line break are left out. The lines are valid UTF-8, with
+    colours but no other control codes, and end with a line break.
+
+    :param data: bytes of a log file.
+    :param limit: most bytes of a line, with prefix and end; a longer one is cut, and
+        ends with the number of its bytes.
     """
     result = []
     for line in data.split(b"\n")[:-1]:
@@ -75,15 +83,18 @@ def readable(data: bytes, prefix: bytes, limit: int) -> list[bytes]:
 
 
 def _keep_colours(found: re.Match[str]) -> str:
-    """Return the matched sequence if it sets a colour, else an empty text."""
+    """Return the text that ``found`` matched if it sets a colour, else an empty
+    text."""
     return found[0] if _COLOUR.fullmatch(found[0]) else ""
 
 
 def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
-    """Return the last ``count`` lines of a log, without colours or control codes.
+    """Return the last ``count`` lines of a log as texts, without any control codes.
 
     Each is cut to ``limit`` characters; empty lines at both ends of the log are left
     out.
+
+    :param data: bytes of the log.
     """
     found = [_CONTROL.sub("", line).rstrip() for line in data.decode(errors="replace").split("\n")]
     while found and not found[-1]:
@@ -113,9 +124,9 @@ def characters(text: str) -> str:
 
 
 def ascii_controls(text: str) -> str:
-    """Escape unprintable characters of a JSON text as ``\\uXXXX``.
+    """Return a JSON text with unprintable characters as escapes of four hex digits.
 
-    Its meaning stays.
+    A parser reads the same value from it. Line breaks stay.
     """
     if text.isprintable():
         return text

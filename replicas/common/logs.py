@@ -36,11 +36,15 @@ class Log(logging.Logger):
     """Queues records for the logger ``name``. Its methods never raise or wait."""
 
     def __init__(self, name: str) -> None:
+        """Make a logger that queues records for the program's own logger ``name``."""
         super().__init__(name)
         self._own = logging.getLogger(name)
 
     def isEnabledFor(self, level: int) -> bool:  # of the base class
-        """Return True if the logger of this name handles records of ``level`` now."""
+        """Return True if the program's logger of this name handles ``level`` now.
+
+        Runs none of the program's code, and waits for no lock of logging's.
+        """
         own = self._own
         # Not own.isEnabledFor(), which may be the user's and takes logging's lock:
         # dictConfig() holds it while it constructs handlers of the user's.
@@ -61,24 +65,33 @@ class Log(logging.Logger):
         extra: object = None,
         sinfo: str | None = None,
     ) -> logging.LogRecord:
-        """Return a plain record, not one of the program's factory; ignore ``extra``."""
+        """Return a plain record, not one of the program's factory; ignore ``extra``.
+
+        The arguments are those of :meth:`logging.Logger.makeRecord`.
+        """
         return logging.LogRecord(name, level, fn, lno, msg, args, exc_info, func, sinfo)
 
     def handle(self, record: logging.LogRecord) -> None:
-        """Queue a record for the thread on which the program's handlers run."""
+        """Queue a record for the thread on which the program's handlers run.
+
+        Drop it if full.
+        """
         _records.put(record)
 
 
 def flush(timeout_s: float = LAST_WORDS_S) -> bool:
-    """Wait until all queued records are handled.
+    """Wait until the program's handlers have handled all queued records.
 
-    Return False if not within ``timeout_s``.
+    Return True if they have, False after ``timeout_s``.
     """
     return _records.flush(timeout_s)
 
 
 def end_process(code: int) -> NoReturn:
-    """Flush the records, then exit by ``os._exit(code)``, without Python's teardown."""
+    """End this process by ``os._exit(code)``, without Python's teardown.
+
+    First wait for queued log records, 2 s at most.
+    """
     try:
         flush()
     finally:
@@ -86,13 +99,16 @@ def end_process(code: int) -> NoReturn:
 
 
 def _missing(count: int) -> None:
-    """Log that ``count`` records were dropped."""
-    text = "%d records before this one were dropped: a handler of this program is too slow"
+    """Log, on the thread for handlers, that ``count`` records were dropped."""
+    text = "dropped %d log records before this one: a logging handler of this program is too slow"
     _pass_on(logging.LogRecord("replicas", logging.WARNING, __file__, 0, text, (count,), None))
 
 
 def _pass_on(record: logging.LogRecord) -> None:
-    """Give a record to its logger, on the thread for handlers."""
+    """Give a record to the program's logger of its name, on the thread for handlers.
+
+    Exceptions of the program's handlers go to standard error, and are not raised.
+    """
     try:
         own = logging.getLogger(record.name)
         what = [*(getattr(record, name) for name in _WHAT), None, record.stack_info]

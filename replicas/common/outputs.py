@@ -8,8 +8,11 @@ from pathlib import Path
 
 
 def resolve_output(path: Path) -> Path:
-    """Return the target for the rename of a new file; links are resolved.
+    """Return the path, with links resolved, to which a new file may be renamed.
 
+    Nothing is written or created.
+
+    :param path: the output file that the user named; it need not exist.
     :raises OSError: something other than a regular file is there, such as a folder, a
         pipe or ``/dev/null``, which the rename would replace.
     """

@@ -17,12 +17,12 @@ _PATH = "PYTHONPATH"
 
 
 def rooted(environment: Mapping[str, str], folder: str = "") -> dict[str, str]:
-    """Return a copy of ``environment`` with an absolute ``PYTHONPATH``.
+    """Return a copy of ``environment`` whose ``PYTHONPATH`` has absolute entries only.
 
-    Helpers start in another folder. An empty entry stays: it is the working folder of
-    the process that reads it.
+    For helper processes, which start in another folder. An empty entry stays: it means
+    the working folder of the process that reads it.
 
-    :param folder: base of relative entries; default: the working folder.
+    :param folder: base of relative entries; default: this process's working folder.
     """
     path = environment.get(_PATH, "")
     if all(not entry or entry.startswith("/") for entry in path.split(os.pathsep)):
@@ -36,9 +36,12 @@ def rooted(environment: Mapping[str, str], folder: str = "") -> dict[str, str]:
 
 
 def findable(environment: Mapping[str, str], folder: str = "") -> dict[str, str]:
-    """Return :func:`rooted`, with this package's folder first on ``PYTHONPATH``.
+    """Return a copy of ``environment`` in which a child finds this copy of the package.
 
-    The folder is not added if this installation's interpreters find the package anyway.
+    ``PYTHONPATH`` gets absolute entries (:func:`rooted`), and first this package's
+    folder, unless this Python's interpreters find the package anyway.
+
+    :param folder: base of relative entries; default: this process's working folder.
     """
     found = rooted(environment, folder)
     if _HOME in (*site.getsitepackages(), site.getusersitepackages()):  # first, it would shadow the standard library
@@ -47,9 +50,10 @@ def findable(environment: Mapping[str, str], folder: str = "") -> dict[str, str]
 
 
 def undo(environment: MutableMapping[str, str]) -> None:
-    """Undo :func:`findable` in place, in ``environment`` of a process started with it.
+    """Remove this package's folder from ``PYTHONPATH`` of ``environment``, in place.
 
-    Relative entries stay absolute, as its children have other working folders, too.
+    For a process that was started with :func:`findable`. Relative entries stay
+    absolute, as its children have other working folders, too.
     """
     if _HOME in (*site.getsitepackages(), site.getusersitepackages()):
         return
@@ -59,9 +63,9 @@ def undo(environment: MutableMapping[str, str]) -> None:
 
 
 def restore_path(environment: MutableMapping[str, str], meant: Mapping[str, str]) -> None:
-    """Set ``PYTHONPATH`` of ``environment`` as in ``meant``.
+    """Set ``PYTHONPATH`` of ``environment``, in place, to its value in ``meant``.
 
-    Remove it if that has none.
+    Remove the variable if ``meant`` has none.
     """
     if _PATH in meant:
         environment[_PATH] = meant[_PATH]

@@ -15,12 +15,16 @@ _coordinators: WeakKeyDictionary[asyncio.AbstractEventLoop, set[int]] = WeakKeyD
 
 
 def register(coordinator: object) -> None:
-    """Register that ``coordinator`` runs on this thread's loop from now on."""
+    """Record that ``coordinator`` runs on this thread's event loop from now on.
+
+    Then :func:`has_coordinator` is true on that loop, and blocking calls are refused
+    there.
+    """
     _coordinators.setdefault(asyncio.get_running_loop(), set()).add(id(coordinator))
 
 
 def unregister_loop(coordinator: object) -> None:
-    """Register that ``coordinator`` no longer runs on this thread's loop."""
+    """Undo :func:`register`, on the thread of the coordinator's event loop."""
     loop = asyncio.get_running_loop()
     known = _coordinators.get(loop, set())
     known.discard(id(coordinator))
@@ -29,7 +33,10 @@ def unregister_loop(coordinator: object) -> None:
 
 
 def require(what: str) -> None:
-    """Raise UsageError if no asyncio loop runs ``what`` (but, for instance, trio)."""
+    """Raise UsageError if no asyncio loop runs on this thread (trio's does not count).
+
+    :param what: the caller, as a noun for the message: "a coordinator".
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -48,12 +55,14 @@ def has_coordinator() -> bool:
 def must_not_block(what: str, *, awaitable: bool = False) -> None:
     """Raise UsageError if a coordinator runs on this thread's event loop.
 
+    A blocking call there would wait for an answer that only this loop can give.
+
     :param what: the call that would block, for the message.
-    :param awaitable: True if the call can be awaited instead.
+    :param awaitable: the message advises to await the call instead.
     """
     if has_coordinator():
         raise errors.UsageError(
-            f"{what} would block the event loop on which the coordinator runs, which it waits for",
+            f"{what} would block the event loop of the coordinator, for which it waits",
             hint=("await it, or " if awaitable else "")
             + "call it in a worker thread: `await asyncio.to_thread(...)`; or run the coordinator by in_thread()",
         )

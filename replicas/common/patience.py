@@ -22,11 +22,16 @@ class PauseClock:
     """
 
     def __init__(self, due: float, slack_s: float = PAUSE_S) -> None:
+        """Set when the first look is due, and how late it may come, in seconds."""
         self.due = due
         self._slack_s = slack_s
 
     def measure_pause(self, now: float) -> float:
-        """Return the length of the pause that this look ends, or 0."""
+        """Return for how many seconds this process was paused before this look, or 0.
+
+        The look is late if it comes more than ``slack_s`` after :attr:`due`, which
+        stays.
+        """
         late_s = now - self.due
         return late_s if late_s > self._slack_s else 0.0
 
@@ -38,15 +43,18 @@ class Patience(PauseClock):
     """
 
     def __init__(self, now: float, interval_s: float) -> None:
+        """Begin at ``now``; the first look is due one ``interval_s`` later."""
         super().__init__(now + interval_s)
         self._interval_s = interval_s
         self._since: float | None = None
 
     def measure_duration(self, now: float, so: bool) -> float:
-        """Record the condition ``so`` at this look.
+        """Record at this look whether the condition holds (``so``).
 
-        Return for how many seconds it is true. Return 0 if it is false now, or if this
-        process was paused before this look.
+        Return for how long it has.
+
+        Return 0 if it does not hold now, or if this process was paused before this
+        look. In seconds; the next look is due one interval after ``now``.
         """
         if self._since is None or not so or self.measure_pause(now):
             self._since = now if so else None
@@ -58,6 +66,10 @@ class Silence(PauseClock):
     """Measures for how long a question to another process has had no answer."""
 
     def __init__(self, due: float, slack_s: float = PAUSE_S) -> None:
+        """Begin without a question; the first look is ``due`` at this time.
+
+        :param slack_s: a look that is so much later means a pause of this process.
+        """
         super().__init__(due, slack_s)
         self._asked_at: float | None = None
 
@@ -67,18 +79,25 @@ class Silence(PauseClock):
         return self._asked_at is not None
 
     def ask(self, now: float) -> None:
-        """Record that a question was sent. The first unanswered question counts."""
+        """Record that a question was sent at ``now``.
+
+        Ignored while an earlier one is unanswered.
+        """
         if self._asked_at is None:
             self._asked_at = now
 
     def answered(self) -> None:
-        """Record that the question was answered."""
+        """Record that the question was answered.
+
+        There is no silence until the next one.
+        """
         self._asked_at = None
 
     def measure_silence(self, now: float) -> float:
         """Return the seconds since the unanswered question, or 0 if none is open.
 
-        A look that comes late, after a pause of this process, begins again at 0.
+        If this look comes late, because this process was paused, counting begins again
+        at 0.
         """
         if self.measure_pause(now) and self._asked_at is not None:
             self._asked_at = now

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def size_text(nbytes: float) -> str:
-    """Return three digits and a binary unit: ``0 B``, ``1.5 KiB``, ``269 MiB``."""
+    """Return a size as three digits and a binary unit: ``1.5 KiB``, ``269 MiB``."""
     size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1000 and len(units) > 1:
         size /= 1024
@@ -21,10 +21,13 @@ def count_text(number: int, noun: str) -> str:
 
 
 def list_text(names: Sequence[str], most: int = 3) -> str:
-    """Return a text: the first ``most`` names, and how many more there are."""
+    """Return the first ``most`` names as a text, with the number of further ones.
+
+    For instance ``a, b, c and 4 more``.
+    """
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def snake_case(name: str) -> str:
-    """Return a CamelCase name in snake_case."""
+    """Return a name of CamelCase in snake_case: ``MemberLost`` as ``member_lost``."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()

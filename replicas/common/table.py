@@ -22,14 +22,17 @@ class InvalidStep(InternalError):
 
 
 class Table(Generic[S, E]):
-    """The transition table of one state machine.
-
-    :param what: the thing that has these states, for messages and titles.
-    :param start: initial states.
-    :param steps: the next states of each state, with the events that lead there.
-    """
+    """The transition table of one state machine."""
 
     def __init__(self, what: str, start: tuple[S, ...], steps: Mapping[S, Mapping[S, tuple[E, ...]]]) -> None:
+        """Turn ``steps`` into rows from (state, event) to the next state.
+
+        Check nothing.
+
+        :param what: the thing that has these states, for messages and titles.
+        :param start: initial states.
+        :param steps: the next states of each state, with the events that lead there.
+        """
         self.what = what
         self.start = start
         self.rows = {
@@ -43,9 +46,9 @@ class Table(Generic[S, E]):
         return list(dict.fromkeys(named))
 
     def next(self, state: S, event: E) -> S:
-        """Return the state after ``event``.
+        """Return the state that follows ``state`` after ``event``; change nothing.
 
-        :raises InvalidStep: there is no such row.
+        :raises InvalidStep: ``event`` is not allowed in that state.
         """
         after = self.rows.get((state, event))
         if after is None:
@@ -54,31 +57,33 @@ class Table(Generic[S, E]):
         return after
 
     def allows(self, state: S, event: E) -> bool:
-        """Return True if there is a row for ``event`` in ``state``."""
+        """Return True if :meth:`next` has a state for ``event`` in ``state``."""
         return (state, event) in self.rows
 
     def final(self, state: S) -> bool:
-        """Return True if ``state`` has no successor."""
+        """Return True if no event leads out of ``state``."""
         return all(before != state for before, _ in self.rows)
 
 
 class StateMachine(Generic[S, E, A]):
-    """A state, ``now``, with actions at its transitions.
-
-    :param actions: the actions, in order, of a state and an event; missing entries mean
-        no action.
-    """
+    """A state, ``now``, with actions at its transitions."""
 
     def __init__(self, table: Table[S, E], actions: Mapping[tuple[S, E], tuple[A, ...]]) -> None:
+        """Begin in the table's first initial state.
+
+        :param actions: the actions, in order, of a state and an event; missing entries
+            mean no action.
+        """
         self._table, self._actions = table, actions
         self.now: S = table.start[0]
 
     def step(self, event: E) -> tuple[A, ...]:
-        """Enter the next state for ``event``.
+        """Enter the state that follows :attr:`now` after ``event``.
 
-        Return the actions for the caller to carry out.
+        Return the actions of this transition, in order, for the caller to carry out;
+        empty if it has none.
 
-        :raises InvalidStep: there is no such row.
+        :raises InvalidStep: the table does not allow the event in this state.
         """
         before, self.now = self.now, self._table.next(self.now, event)
         return self._actions.get((before, event), ())

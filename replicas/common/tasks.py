@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 async def is_set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
-    """Wait for the event up to ``timeout_s`` (None: for ever).
+    """Wait until the event is set, for ``timeout_s`` at most (None: without limit).
 
-    Return True if it is set. The end of that time returns False; it does not raise.
+    Return True if it is set. Return False after that time; raise no TimeoutError.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
@@ -22,9 +22,9 @@ async def is_set_within(event: asyncio.Event, timeout_s: float | None) -> bool:
 
 
 async def cancelled(*tasks: asyncio.Future[Any]) -> list[Any]:
-    """Cancel tasks and wait for their ends.
+    """Cancel these tasks, and wait without a limit until all have ended.
 
-    Return their results or exceptions, in order.
+    Return their results or exceptions (CancelledError, too) in order, and raise none.
     """
     for task in tasks:
         task.cancel()
@@ -33,7 +33,10 @@ async def cancelled(*tasks: asyncio.Future[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def say_if_slow(say: Callable[[str], None], text: str, after_s: float = 2.0) -> Iterator[None]:
-    """Call ``say`` with ``text``, once, if the block takes longer than ``after_s``."""
+    """Context manager: call ``say(text)`` if the block takes longer than ``after_s``.
+
+    It is called once, by a timer of the running event loop, so the block must await.
+    """
     timer = asyncio.get_running_loop().call_later(after_s, say, text)
     try:
         yield
@@ -42,9 +45,9 @@ def say_if_slow(say: Callable[[str], None], text: str, after_s: float = 2.0) -> 
 
 
 def keep_until_done(task: asyncio.Task[T], tasks: set[asyncio.Task[T]]) -> asyncio.Task[T]:
-    """Keep a task in ``tasks`` until it ends; return the task.
+    """Put a task into ``tasks`` until it ends, as the loop refers to it only weakly.
 
-    The loop has only a weak reference to it.
+    Return the same task.
     """
     tasks.add(task)
     task.add_done_callback(tasks.discard)
@@ -52,7 +55,10 @@ def keep_until_done(task: asyncio.Task[T], tasks: set[asyncio.Task[T]]) -> async
 
 
 def result_of(task: asyncio.Task[T] | None) -> T | None:
-    """Return the result of a task that has succeeded; None before, or if it failed."""
+    """Return the result of a task, or None if it has none.
+
+    None also stands for a task that is missing, still runs, failed or was cancelled.
+    """
     if task is None or not task.done() or task.cancelled() or task.exception() is not None:
         return None
     return task.result()

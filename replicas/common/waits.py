@@ -59,7 +59,13 @@ class Latch:
         self.wake()
 
     def wake(self) -> None:
-        """Wake all threads and call all callbacks, each once; do not set the flag."""
+        """Wake all threads that wait now, and call all callbacks, each once.
+
+        Set no flag.
+
+        A waiting thread's :meth:`wait` then returns True. A callback's exception is
+        raised after the others were called.
+        """
         failure: BaseException | None = None
         while self._wakers:
             try:
@@ -70,20 +76,26 @@ class Latch:
             raise failure
 
     def add(self, waker: Callable[[], object]) -> None:
-        """Call ``waker`` once, on the setting thread, or now if the flag is set."""
+        """Have ``waker()`` called once, by the thread that sets or wakes the latch.
+
+        It is called here, now, if the flag is set already. It must not block.
+        """
         self._wakers[waker] = True
         if self.is_set:  # set() may have run before it was added
             self._wake()
 
     def remove(self, waker: Callable[[], object]) -> None:
-        """Forget ``waker``, so that it is not called; do nothing if it is not known."""
+        """Forget a callback of :meth:`add`, so that it is not called.
+
+        Ignore an unknown one.
+        """
         self._wakers.pop(waker, None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the flag is set, or for ``timeout_s``.
+        """Block this thread until the flag is set, for ``timeout_s`` at most.
 
-        Return False after that time. Also returns True after :meth:`wake`, which does
-        not set the flag.
+        Without ``timeout_s`` there is no limit. Return True if the flag is set, or
+        after :meth:`wake`, which does not set it; False after that time.
         """
         if self.is_set:
             return True
@@ -98,7 +110,7 @@ class Latch:
             self.remove(wake)
 
     def _wake(self) -> None:
-        """Remove all wakers, and call each once."""
+        """Call each callback, and wake each waiting thread, once; then forget them."""
         for waker in list(self._wakers):
             if self._wakers.pop(waker, False):  # no other thread has called it
                 waker()

@@ -12,7 +12,8 @@ _PROMOTED_SLOTS = 3
 
 
 def check(place: Place, channel: ChannelConfig) -> None:
-    """Refuse a channel whose keys do not fit each other."""
+    """Add a problem to ``place`` (which collects them by key) for each key of the
+    channel that does not fit its other keys."""
     roles(place, channel)
     steering(place, channel)
     if channel.encrypt:
@@ -22,7 +23,8 @@ def check(place: Place, channel: ChannelConfig) -> None:
 
 
 def roles(place: Place, channel: ChannelConfig) -> None:
-    """Refuse a channel with peers and sources, without either, or with mixed ranks."""
+    """Add a problem to ``place``, the channel's, if it has both peers and sources, or
+    neither, or peers with different ranks."""
     if channel.peers and (channel.sources or channel.targets):
         others = {party.group for party in (*channel.sources, *channel.targets)}
         both = next((party.group for party in channel.peers if party.group in others), None)
@@ -35,19 +37,21 @@ def roles(place: Place, channel: ChannelConfig) -> None:
     elif not (
         channel.peers or channel.sources or any(path[: len(place.path)] == place.path for path, _ in place.problems)
     ):
-        place.problem("needs sources (and targets), or peers")
+        place.problem("has no members: name its sources (and targets), or its peers")
     if len({party.ranks for party in channel.peers}) > 1:
         place.at("peers").problem("all peers of a channel must have the same ranks")
 
 
 def together(place: Place, channel: ChannelConfig) -> None:
-    """Refuse ``adopt_together`` on a channel without targets."""
+    """Add a problem to ``place``, that of the key ``adopt_together``, if the channel
+    has no targets."""
     if channel.peers:
         place.problem("is for targets, which load versions, and peers run collectives; remove it")
 
 
 def steering(place: Place, channel: ChannelConfig) -> None:
-    """Refuse ``follow = "promoted"`` and a canary where they cannot work."""
+    """Add a problem to ``place``, the channel's, for each key of a canary or of
+    ``follow = "promoted"`` that cannot work with the others."""
     canary, here = channel.canary, place.at("canary")
     if channel.follow == "promoted" and channel.peers:
         place.at("follow").problem("is for targets, which load versions, and peers run collectives; remove it")
@@ -66,13 +70,14 @@ def steering(place: Place, channel: ChannelConfig) -> None:
         here.at("group").problem(f'"{canary.group}" is no target of the channel')
     scored = canary.promote == "scored"
     if scored and (not canary.metric or (canary.min is None and canary.not_below_current_by is None)):
-        here.at("promote").problem('"scored" needs metric, and min or not_below_current_by')
+        here.at("promote").problem('"scored" needs the key metric, and min or not_below_current_by')
     if not scored and (canary.metric or canary.min is not None or canary.not_below_current_by is not None):
         here.at("promote").problem('metric, min and not_below_current_by are for promote = "scored"')
 
 
 def encryption(place: Place, channel: ChannelConfig) -> None:
-    """Refuse settings with which weights would be sent over a process group."""
+    """Add a problem to ``place``, that of the key ``encrypt``, if the channel would
+    send weights over a process group, which torch does not encrypt."""
     if channel.peers:
         place.problem("collectives of peers use process groups, which torch does not encrypt; remove it")
     elif channel.transport == "group":
@@ -82,7 +87,8 @@ def encryption(place: Place, channel: ChannelConfig) -> None:
 
 
 def slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> None:
-    """Check ``min_targets`` and ``slots`` against the number of targets.
+    """Add problems to ``place``, the channel's, if ``min_targets``, the canary or
+    ``slots`` do not fit the number of targets.
 
     :param replicas: number of replicas of each known group.
     """
@@ -102,7 +108,8 @@ def slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> 
 
 
 def device_staging(place: Place, channel: ChannelConfig, config: Config) -> None:
-    """Refuse groups without GPUs: ``gpus = 0``, or unset while other groups set it."""
+    """Add a problem to ``place``, that of the key ``staging``, for each group of the
+    channel without GPUs: ``gpus = 0``, or unset while other groups set it."""
     shared_out = any(group.resources.gpus for group in config.groups.values())
     for party in (*channel.sources, *channel.targets, *channel.peers):
         group = config.groups.get(party.group)

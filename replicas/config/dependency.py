@@ -17,11 +17,14 @@ class Dependency(msgspec.Struct, frozen=True):
     condition: Literal["ready", "finished"] = "ready"
 
     def __str__(self) -> str:
+        """Return the dependency as in a config: ``GROUP`` or ``GROUP:finished``."""
         return self.group if self.condition == "ready" else f"{self.group}:{self.condition}"
 
 
 @form('list of "GROUP", "GROUP:ready" or "GROUP:finished"', names.range)
 def dependencies(place: Place, value: object) -> Any:
+    """Read a list of dependencies; return a tuple of them, or UNSET. Add problems to
+    ``place``."""
     words = names.read(place, value)
     if words is UNSET:
         return words

@@ -64,10 +64,8 @@ class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diff(old: Config, new: Config) -> ConfigDiff:
-    """Compare two configs; return the plan of a reload to ``new``. It starts nothing.
-
-    Names are in the order of the config that has them.
-    """
+    """Compare two configs; return the plan of a reload from ``old`` to ``new``, and
+    start nothing. Names are in the order of the config that has them."""
     both = {name: (old.groups[name], group) for name, group in new.groups.items() if name in old.groups}
     changed = [name for name, (before, after) in both.items() if _started_with(before) != _started_with(after)]
     restarted = [name for name in changed if not new.groups[name].external]
@@ -95,14 +93,15 @@ def _refusals(old: Config, new: Config) -> Iterator[str]:
             yield f'groups.{name}.launcher: a change from or to "external" is impossible while the run lives: {_REMEDY}'
     if (asking := _asking(new, "gpus")) and not _asking(old, "gpus"):
         place = f"groups.{asking[0]}.resources.gpus"
-        yield f"{place}: GPUs are assigned from the start on, and running processes may use all of them: {_REMEDY}"
+        yield f"{place}: GPUs can be assigned only at the start of the run, as its processes may use all of them: {_REMEDY}"
     limits = ("memory_nbytes", "max_processes")
     if (limited := _asking(new, *limits)) and not _asking(old, *limits):
         yield f"groups.{limited[0]}.resources: limits need control groups that are made at the start: {_REMEDY}"
 
 
 def _text(path: str, value: object) -> str:
-    """Return a setting as text with its unit, for a message."""
+    """Return a setting as text with its unit, for a message; ``path`` (such as
+    ``run.adopt_s``) tells the unit."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float | int) and path.endswith(("_s", "_nbytes")):

@@ -60,7 +60,7 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
 
 
 def _absolute(config: Config) -> Config:
-    """Return a copy of the config with absolute folders, as helpers work in others."""
+    """Return a copy with absolute folders, as helper processes work in other ones."""
     groups = {name: replace(group, cwd=group.cwd.absolute()) for name, group in config.groups.items()}
     state_dir, door = config.run.state_dir.absolute(), config.control.socket
     door = None if door is None else door.absolute()
@@ -77,8 +77,7 @@ def load(path: Path | str) -> Config:
     Relative folders in it are relative to its own folder, with symbolic links resolved.
     The path itself keeps its links, so that a reload follows them again.
 
-    :raises BadConfig: with every problem found, also when the file cannot be read or is
-        not TOML.
+    :raises BadConfig: with every problem found, or as the file is not TOML.
     """
     path = Path(path)
     source = visible(str(path))
@@ -94,7 +93,7 @@ def load(path: Path | str) -> Config:
 
 
 def place_of(path: Path) -> Place:
-    """Return the root :class:`Place` of a config file: folders that its values need."""
+    """Return a file's root :class:`Place`, to whose folders values are relative."""
     path = config_text.absolute(path)
     return Place(path.parent.resolve(), home=config_text.state_home(path))
 
@@ -138,7 +137,7 @@ def channels_from(
 
 
 def _as_table(channel: ChannelConfig) -> Mapping[str, Any]:
-    """Return a resolved channel as its table in a file."""
+    """Return a resolved channel as the table that a file would have."""
     table = {name: getattr(channel, name) for name in channel.__struct_fields__ if name not in ("name", "deadline_s")}
     for role in ("sources", "targets", "peers"):
         table[role] = [{"group": party.group, "ranks": party.ranks} for party in table[role]]
@@ -155,7 +154,8 @@ def _parse(
     path: Path | None = None,
     lines: config_text.Lines | None = None,
 ) -> Config:
-    """Return the config of a mapping; raise BadConfig with all problems."""
+    """Return the config of a mapping; raise BadConfig with all problems. ``path``: its
+    file, if it has one, ``source``: its name in the error, ``lines``: of the keys."""
     if config_text.is_too_deep(mapping):
         raise BadConfig([config_text.TOO_DEEP], source=source)
     if odd := [one for one in {place.base, place.home or place.base} if not encodable(str(one))]:
@@ -170,7 +170,7 @@ def _parse(
 
 
 def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, GroupConfig]:
-    """Return groups; ``on_failure`` defaults to ``replica`` for mere targets."""
+    """Return the groups; mere targets get ``on_failure`` "replica" by default."""
     sending = {party.group for one in config.channels.values() for party in (*one.sources, *one.peers)}
     receiving = {party.group for one in config.channels.values() for party in one.targets} - sending
     return {
@@ -185,13 +185,13 @@ def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, Gr
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
-    """Build the table; its state folder has a default beside the file."""
+    """Return the table ``run``; its state folder defaults to one beside the file."""
     fields.setdefault("state_dir", default_state_dir(place, fields["name"]))
     return RunConfig(**fields)
 
 
 def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
-    """Build the table; add problems of its paths and of TLS."""
+    """Return the table ``control``; add problems of paths and TLS to ``place``."""
     if "listen" in fields:
         fields["host"], fields["port"] = fields.pop("listen")
     control = ControlConfig(**fields)
@@ -211,7 +211,7 @@ def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
 
 
 def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
-    """Build the table; add a problem if its delays contradict each other."""
+    """Return a table ``restart``; add a problem to ``place`` if delays contradict."""
     restart = RestartConfig(**fields)
     if restart.initial_delay_s > restart.max_delay_s:
         place.at("initial_delay").problem(
@@ -221,7 +221,7 @@ def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
 
 
 def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
-    """Build a group; add problems of its environment, command and folder."""
+    """Return a group; add problems of variables, command and folder to ``place``."""
     for variable, value in fields.get("env", {}).items():
         if _is_reserved(variable):
             place.at("env", variable).problem("is set for each rank by the supervisor; remove it")
@@ -254,7 +254,7 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
 
 
 def _check_external(place: Place, group: GroupConfig, fields: Mapping[str, Any]) -> None:
-    """Add a problem for each field that has no effect on an external group."""
+    """Add a problem to ``place`` for each field without effect on an external group."""
     health = [
         ("health", name)
         for name in HealthConfig.__struct_fields__
@@ -273,7 +273,7 @@ def _is_reserved(variable: str) -> bool:
 
 
 def _read_environment(place: Place, path: Path) -> dict[str, str]:
-    """Return the variables of an environment file; add the problems of the file."""
+    """Read a file of variables, and return them; add its problems to ``place``."""
     try:
         variables = config_text.parse_env(config_text.read(path))
     except OSError as error:
@@ -288,7 +288,7 @@ def _read_environment(place: Place, path: Path) -> dict[str, str]:
 
 
 def _check_command(place: Place, group: GroupConfig) -> None:
-    """Add a problem if the program of the command cannot be executed."""
+    """Add a problem to ``place`` if the program of the command cannot be executed."""
     program = group.command[0]
     if program == "-m":
         return
@@ -311,7 +311,7 @@ def _check_command(place: Place, group: GroupConfig) -> None:
 
 
 def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
-    """Build a channel; add problems of its roles and options."""
+    """Return a channel; add problems of its roles and options to ``place``."""
     ranks = fields.pop("ranks", None)
     for role, default, allowed in (
         ("sources", "leader", ("leader", "all")),
@@ -366,7 +366,7 @@ _BUILDS: config_tables.Builds = {
 
 
 def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> None:
-    """Add problems across tables: unknown groups, cycles, GPUs, slots, ports."""
+    """Add problems across tables to ``place``: unknown groups, cycles, GPUs, ports."""
     groups = config.groups.values()
     known = [str(group) for group in mapping["groups"]]  # including those with problems
     if not known:
@@ -415,7 +415,7 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
 
 
 def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
-    """Add a problem for each unknown or repeated group."""
+    """Add a problem to ``place`` for each group that is unknown or repeated."""
     for index, group in enumerate(names):
         if group not in known:
             place.problem(f'there is no group "{group}"{nearest(group, known)}')
@@ -424,7 +424,7 @@ def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
 
 
 def _check_finishing(place: Place, names: Sequence[str], config: Config) -> None:
-    """Add a problem for each group that never counts as finished."""
+    """Add a problem to ``place`` for each group that never counts as finished."""
     for name in names:
         if name in config.groups and config.groups[name].external:
             place.problem(f'group "{name}" is external, so it is unknown when it has finished')
@@ -433,11 +433,11 @@ def _check_finishing(place: Place, names: Sequence[str], config: Config) -> None
 
 
 def _check_cycles(place: Place, config: Config) -> None:
-    """Add a problem for each circle of groups that wait for each other."""
+    """Add a problem to ``place`` for each circle of groups that wait for each other."""
     done: set[str] = set()
 
     def visit(group: str, path: tuple[str, ...]) -> None:
-        """Follow the dependencies of ``group``, on whose way are those of ``path``."""
+        """Follow the dependencies of ``group``, to which ``path`` has led."""
         if group in path:
             circle = " -> ".join((*path[path.index(group) :], group))
             place.at("groups", path[-1], "depends_on").problem(f"groups wait for each other in a circle: {circle}")

@@ -144,7 +144,7 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_files(self) -> dict[Literal["member", "operator"], Path]:
-        """Return the files of tokens, by role."""
+        """The files of tokens that the config names, by role."""
         found: dict[Literal["member", "operator"], Path] = {}
         if self.token_file is not None:
             found["member"] = self.token_file
@@ -307,6 +307,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of a replica, on all its nodes."""
         return self.nproc_per_node * self.nnodes
 
     @property
@@ -328,7 +329,11 @@ class ChannelRole(msgspec.Struct, frozen=True):
 
 
 def _parties(ranks: str) -> Form:
-    """Return the form of any value, read later, as ``ranks`` may be another key's."""
+    """Return a form that accepts any value: groups are read later, when the key
+    ``ranks`` of the channel is known.
+
+    :param ranks: the allowed ranks in words, for the reference.
+    """
     return Form(lambda _, value: value, _ROLES, ranks)
 
 
@@ -402,7 +407,7 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def groups(self) -> frozenset[str]:
-        """Return the groups that have a role in it."""
+        """Names of the groups that are a source, a target or a peer of the channel."""
         return frozenset(role.group for role in (*self.sources, *self.targets, *self.peers))
 
 

@@ -58,7 +58,8 @@ Builds = Mapping[type[msgspec.Struct], Callable[[Place, dict[str, Any]], Any]]
 
 @cache
 def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Key]:
-    """Return the keys of a struct's table, by name in the file.
+    """Return the keys that the table of a struct may have, by their names in the file;
+    computed once for each struct.
 
     A ``ClassVar`` declares a key without a field of its own.
     """
@@ -76,9 +77,11 @@ def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Key]:
 
 
 def _form_of(hint: Any) -> tuple[Form | type[msgspec.Struct] | list[type[msgspec.Struct]] | None, AsKey]:
-    """Return the reader of a field with this annotation, and the facts about the key.
+    """Return the reader of a field, and the facts about its key. The reader is a form,
+    a struct or a list of one struct (for structs by name), or None if the field is not
+    a key.
 
-    The reader is a form, a struct or a list of one struct; None if it is not a key.
+    :param hint: the field's annotation.
     """
     more = AsKey()
     while hasattr(hint, "__metadata__") or type(None) in get_args(hint):
@@ -96,9 +99,8 @@ def _form_of(hint: Any) -> tuple[Form | type[msgspec.Struct] | list[type[msgspec
 
 
 def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds = {}) -> Any:  # noqa: B006  # read only
-    """Read a table into a ``kind``; add its problems to ``place``.
-
-    Return the struct, or UNSET if a required key is missing or bad.
+    """Read a table into a ``kind``, and return the struct, or UNSET if a required key
+    is missing or bad. Add all problems to ``place``.
 
     :param builds: functions that make and check structs, in place of
         ``kind(**fields)``.
@@ -125,17 +127,19 @@ def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds
 
 
 def _value(place: Place, value: object, kind: Any, builds: Builds) -> Any:
-    """Read a value by its form, or as a struct, or structs by name; else UNSET."""
+    """Read a value, and return it, or UNSET after adding a problem to ``place``.
+
+    :param kind: its form; a struct, for a table; or [struct], for a table of tables.
+    """
     if isinstance(kind, Form):
         return kind.read(place, value)
     return each(place, value, kind[0], builds) if isinstance(kind, list) else read(place, value, kind, builds)
 
 
 def each(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds) -> Any:
-    """Read a table of tables; return structs by name, without unreadable ones.
-
-    Return UNSET if ``value`` is not a table. Problems are added to ``place``.
-    """
+    """Read a table of tables of one ``kind``; return structs by name, without
+    unreadable ones. Return UNSET if ``value`` is not a table. Add problems to
+    ``place``."""
     if not isinstance(value, Mapping):
         return _no_table(place, value)
     if len(value) > NAMED_MAX:
@@ -160,8 +164,10 @@ def _no_table(place: Place, value: object) -> Any:
 def in_order_of(
     mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: Lines | None = None
 ) -> list[str]:
-    """Return texts of the first problems in the file's order, and how many more.
+    """Return the texts of the first 100 problems in the file's order, and how many
+    more.
 
+    :param mapping: the content of the file.
     :param problems: ``(path of keys, message)`` each.
     :param lines: finds the line of a key, with which its text begins; None: no lines.
     """

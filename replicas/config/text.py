@@ -100,7 +100,7 @@ def read(path: Path) -> str:
 
 
 def decode(text: str) -> dict[str, Any]:
-    """Parse TOML within the limits.
+    """Parse TOML, and return its tables; refuse what nests too deep.
 
     :raises ValueError: it is not valid, or nests too deep; with reason and line.
     """
@@ -121,7 +121,8 @@ def decode(text: str) -> dict[str, Any]:
 
 
 def _located(text: str, reason: str) -> str:
-    """Return ``line N (key): reason`` for the first line that makes reading fail."""
+    """Return ``line N (key): reason`` for the first line of a TOML text with which the
+    text cannot be read for this reason."""
 
     def fails(some: str) -> bool:
         """Return True if the text nests too deep or has an impossible value."""
@@ -164,6 +165,7 @@ class Lines:
     """
 
     def __init__(self, text: str, whole: Mapping[str, Any]) -> None:
+        """Keep the text and its parsed form ``whole``; look for no key yet."""
         self._lines, self._whole = text.split("\n"), whole
         self._budget = _LOOKS_NCHARS
         self._known: dict[int, Mapping[str, Any] | None] = {0: {}}
@@ -180,7 +182,8 @@ class Lines:
         return None
 
     def _line(self, path: Sequence[str]) -> int | None:
-        """Return the line of a key that the text has, or None when out of budget."""
+        """Return the line of a key that the text has, or None if finding it would take
+        too long."""
         counts = range(len(self._lines) + 1)
         end = bisect_left(counts, True, key=lambda count: _has(self._longest_valid(count)[1], path))
         line, _ = self._longest_valid(end - 1)  # the lines of the key's statement follow
@@ -189,13 +192,15 @@ class Lines:
         return None if self._budget <= 0 else line + 1
 
     def _longest_valid(self, count: int) -> tuple[int, Mapping[str, Any]]:
-        """Return the longest valid prefix of up to ``count`` lines: length, parsed."""
+        """Return the longest prefix of up to ``count`` lines that is valid TOML, as
+        (number of lines, parsed)."""
         while (found := self._parsed(count)) is None:
             count -= 1
         return count, found
 
     def _parsed(self, count: int) -> Mapping[str, Any] | None:
-        """Return the first ``count`` lines as TOML, or None if they are not valid."""
+        """Return the first ``count`` lines as parsed TOML, or None if they are not
+        valid, or too much was parsed already. Each result is kept."""
         if count not in self._known:
             text = "\n".join(self._lines[:count])
             self._budget -= len(text)

@@ -70,7 +70,8 @@ class Place:
         return replace(self, path=(*self.path, *keys))
 
     def problem(self, message: str) -> UnsetType:
-        """Add a problem of the value here, and return UNSET."""
+        """Add a problem of the value at this place to the common list, and return
+        UNSET."""
         keys = (key if len(key) <= _KEY_NCHARS else f"{key[: _KEY_NCHARS - 3]}..." for key in self.path)
         where = ".".join(key if _BARE_KEY.fullmatch(key) else json.dumps(key) for key in keys)
         shown = one_line(visible(message))
@@ -95,7 +96,7 @@ class Form(NamedTuple):
 def checked(what: str, form: Form, value: object) -> Any:
     """Return the resolved form of a value that is not from a file.
 
-    :param what: its name in the message.
+    :param what: its name in the message, such as ``--label``.
     :raises replicas.errors.UsageError: it has another form.
     """
     place = Place(Path(), (what,))
@@ -106,7 +107,10 @@ def checked(what: str, form: Form, value: object) -> Any:
 
 
 def form(type: str, range: str = "") -> Callable[[Callable[[Place, object], Any]], Form]:
-    """Return a decorator that makes a :class:`Form` of a reader; texts as there."""
+    """Return a decorator that makes a :class:`Form` of the reader below it.
+
+    :param type: the kind of the values, and :param range: those allowed, in words.
+    """
     return lambda read: Form(read, type, range)
 
 
@@ -120,10 +124,8 @@ def show(value: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean "x"?`` for the nearest known name.
-
-    If none is near, list some names; "" for a very long word.
-    """
+    """Return ``; did you mean "x"?`` for the known name that is nearest to ``word``. If
+    none is near, list some names; "" for a very long word."""
     names = list(known)
     if len(word) > _KEY_NCHARS:
         return ""
@@ -136,9 +138,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def whole(least: int, most: int = RANKS_MAX) -> Form:
-    """Return the form of an int from ``least`` to ``most``."""
+    """Return a form (the reader of a value) that accepts ints from ``least`` to
+    ``most``."""
 
     def read(place: Place, value: object) -> Any:
+        """Return the number, or UNSET after adding a problem to ``place``."""
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             return place.problem(f"expected a whole number of at least {least}, got {show(value)}")
         return value if value <= most else place.problem(f"expected at most {most:,}, got {show(value)}")
@@ -148,7 +152,8 @@ def whole(least: int, most: int = RANKS_MAX) -> Form:
 
 @form("port", "0 to 65535")
 def port(place: Place, value: object) -> Any:
-    """Return the port, or UNSET after adding a problem."""
+    """Return ``value`` if it is a port; else add a problem to ``place``, and return
+    UNSET."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535:
         return value
     return place.problem(f"expected a port from 0 to 65535, got {show(value)}")
@@ -156,17 +161,19 @@ def port(place: Place, value: object) -> Any:
 
 @form("whole number", str(SCHEMA_VERSION))
 def schema_version(place: Place, value: object) -> Any:
-    """Return the version, or UNSET after adding a problem."""
+    """Return ``value`` if it is 1; else add a problem to ``place``, and return
+    UNSET."""
     if value == SCHEMA_VERSION and type(value) is int:
         return value
     return place.problem(f"expected {SCHEMA_VERSION}, the only version that this release reads, got {show(value)}")
 
 
 def one_of(*words: str) -> Form:
-    """Return the form of one of these strings."""
+    """Return a form (the reader of a value) that accepts one of these strings."""
     listed = ", ".join(f'"{word}"' for word in words[:-1]) + f' or "{words[-1]}"'
 
     def read(place: Place, value: object) -> Any:
+        """Return the string, or UNSET after adding a problem to ``place``."""
         if isinstance(value, str) and value in words:
             return value
         close = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
@@ -178,17 +185,18 @@ def one_of(*words: str) -> Form:
 
 @form("name", "at most 63 letters, digits, '-', '_' and '.'")
 def name(place: Place, value: object) -> Any:
-    """Return a name usable as folder, metric label and part of ``group/replica/rank``.
-
-    Return UNSET after adding a problem.
-    """
+    """Return ``value`` if it is usable as folder, metric label and part of
+    ``group/replica/rank``; else add a problem to ``place``, and return UNSET."""
     if isinstance(value, str) and _NAME.fullmatch(value):
         return value
     return place.problem(f"expected a name of at most 63 letters, digits, '-', '_' and '.', got {show(value)}")
 
 
 def _strings(place: Place, value: object, what: str) -> Any:
-    """Return a tuple of strings, or UNSET after the problem "expected ``what``"."""
+    """Return a tuple of strings; else add a problem, and return UNSET.
+
+    :param what: the expected strings, for the problem.
+    """
     if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
         return tuple(value)
     return place.problem(f"expected a list of {what}, got {show(value)}")
@@ -196,7 +204,8 @@ def _strings(place: Place, value: object, what: str) -> Any:
 
 @form("list of group names", f"at most {NAMED_MAX}")
 def names(place: Place, value: object) -> Any:
-    """Return a tuple of group names, or UNSET after adding a problem."""
+    """Return a tuple of group names; else add a problem to ``place``, and return
+    UNSET."""
     found = _strings(place, value, "group names")
     if found is not UNSET and len(found) > NAMED_MAX:
         return place.problem(f"expected at most {NAMED_MAX} group names, got {len(found):,}")
@@ -205,7 +214,8 @@ def names(place: Place, value: object) -> Any:
 
 @form("list of strings")
 def command(place: Place, value: object) -> Any:
-    """Return the words of a command, or UNSET after adding a problem."""
+    """Return the words of a command, as a tuple; else add a problem, and return
+    UNSET."""
     words = _strings(place, value, 'strings such as ["train.py", "--steps", "200"]')
     if words is UNSET:
         return words
@@ -220,10 +230,9 @@ def command(place: Place, value: object) -> Any:
 
 @form("list of options", 'each as one string, such as "--account=grpo"')
 def options(place: Place, value: object) -> Any:
-    """Return options for another program's script, each of one line.
-
-    Return UNSET if they are no list of strings; for others, add a problem each.
-    """
+    """Return options for another program's script, as a tuple; add a problem to
+    ``place`` for each that is not one line with a dash. Return UNSET if they are not a
+    list of strings."""
     words = _strings(place, value, 'options such as ["--account=grpo"]')
     for word in () if words is UNSET else words:
         if not word.startswith("-") or not word.isprintable():
@@ -233,10 +242,9 @@ def options(place: Place, value: object) -> Any:
 
 @form("table of strings")
 def environment(place: Place, value: object) -> Any:
-    """Return environment variables. Problems show no value, as it may be a secret.
-
-    Return UNSET if it is not a table; values that are no strings are left out.
-    """
+    """Return environment variables by name, without those that are not strings, each a
+    problem of ``place``. Return UNSET if ``value`` is not a table. Problems show no
+    value, as it may be a secret."""
     if not isinstance(value, Mapping):
         return place.problem('expected a table of strings such as { NAME = "value" }')
     for variable, text in value.items():
@@ -247,10 +255,8 @@ def environment(place: Place, value: object) -> Any:
 
 @form("table of labels", "names of at most 63 letters, digits, '-', '_' and '.', also as values")
 def labels(place: Place, value: object) -> Any:
-    """Return labels of a node, such as ``{ pool = "rollout" }``; add problems.
-
-    Return UNSET if it is not a table; bad values are left out.
-    """
+    """Return labels of a node, such as ``{ pool = "rollout" }``, without bad ones, each
+    a problem of ``place``. Return UNSET if ``value`` is not a table."""
     if not isinstance(value, Mapping):
         return place.problem(f'expected a table such as {{ pool = "rollout" }}, got {show(value)}')
     read = {str(key): name.read(place.at(str(key)), text) for key, text in value.items()}
@@ -261,12 +267,14 @@ def labels(place: Place, value: object) -> Any:
 
 @form("true or false")
 def flag(place: Place, value: object) -> Any:
-    """Return the bool, or UNSET after adding a problem."""
+    """Return the bool; else add a problem to ``place``, and return UNSET."""
     return value if isinstance(value, bool) else place.problem(f"expected true or false, got {show(value)}")
 
 
 @form("number")
 def number(place: Place, value: object) -> Any:
+    """Return the number as a float; else add a problem to ``place``, and return
+    UNSET."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return place.problem(f"expected a number, got {show(value)}")
@@ -274,7 +282,7 @@ def number(place: Place, value: object) -> Any:
 
 @form("share", 'above 0 % and below 100 %, such as "10%" or 0.1')
 def share(place: Place, value: object) -> Any:
-    """Return the share from 0 to 1, or UNSET after adding a problem."""
+    """Return the share, between 0 and 1; else add a problem, and return UNSET."""
     found = in_units(value, {"%": 0.01})
     if isinstance(value, float):
         found = value
@@ -293,12 +301,15 @@ def in_units(text: object, units: Mapping[str, float]) -> float | None:
 
 
 def duration(least: float = 0.0, *, zero: bool = False) -> Form:
-    """Return the form of a duration: ``"500ms"``, ``"30s"``, ``"1d"``, or seconds.
+    """Return a form (the reader of a value) of durations: ``"500ms"``, ``"30s"``,
+    ``"1d"``, or seconds.
 
     It is read to seconds, at least ``least`` and above 0; 0 only with ``zero``.
     """
 
     def read(place: Place, value: object) -> Any:
+        """Return the duration in seconds, or UNSET after adding a problem to
+        ``place``."""
         seconds = value if isinstance(value, float) else in_units(value, UNITS_S)
         if isinstance(value, int) and not isinstance(value, bool):
             seconds = float(min(max(value, -1), _BEYOND_S))  # ints may be too large for a float
@@ -317,9 +328,11 @@ def duration(least: float = 0.0, *, zero: bool = False) -> Form:
 
 
 def size(least: int = 1) -> Form:
-    """Return the form of a size in bytes of at least ``least``: ``"64MiB"``, 4096."""
+    """Return a form (the reader of a value) of sizes, at least ``least`` bytes:
+    ``"64MiB"``, or a number of bytes."""
 
     def read(place: Place, value: object) -> Any:
+        """Return the size in bytes, or UNSET after adding a problem to ``place``."""
         nbytes = value if isinstance(value, int) and not isinstance(value, bool) else in_units(value, _UNITS_NBYTES)
         if nbytes is None or nbytes == math.inf:
             return place.problem(f'expected a size such as "64MiB" or "8GiB", got {show(value)}')
@@ -338,14 +351,14 @@ def no_text(path: Path) -> str:
 
 
 def path(what: str) -> Form:
-    """Return the form of a path: absolute, links resolved, it need not exist.
-
-    A relative one is relative to the config's folder.
+    """Return a form (the reader of a value) of paths: absolute, links resolved. The
+    file need not exist; a relative path is relative to the config's folder.
 
     :param what: "file" or "folder", for messages.
     """
 
     def read(place: Place, value: object) -> Any:
+        """Return the absolute path, or UNSET after adding a problem to ``place``."""
         if isinstance(value, str | Path) and str(value) and "\0" not in str(value):
             try:
                 found = Path(place.base, Path(value).expanduser()).resolve()
@@ -405,5 +418,5 @@ def is_loopback(host: str) -> bool:
 
 
 def _every_address(place: Place, found: object) -> Any:
-    """Add the problem of an address that means all addresses; return UNSET."""
+    """Add the problem that ``found`` means all addresses of a machine; return UNSET."""
     return place.problem(f"{found} means every address of this machine; other machines need a certain one: {NAME_ONE}")

@@ -45,7 +45,8 @@ class Access(Protocol):
     """The access rules of one transport."""
 
     def __call__(self, headers: Mapping[str, str], /) -> Reason | None:
-        """Return why a request with these headers has no full access, or None."""
+        """Return why a request with these headers has no full access, as a text for its
+        sender, or None if it has."""
         ...
 
     def watched(self, headers: Mapping[str, str], end: Callable[[], None], /) -> AbstractContextManager[None]:
@@ -76,22 +77,29 @@ class ByToken:
     """
 
     def __init__(self, tokens: Callable[[], Tokens], refused: Callable[[str], None]) -> None:
+        """Check tokens against those that ``tokens`` returns at each request.
+
+        :param refused: called with "token" for each request with a token that is not
+            valid.
+        """
         self._tokens = tokens
         self._refused = refused
 
     def __call__(self, headers: Mapping[str, str]) -> Reason | None:
-        """Return why these headers do not give full access, or None."""
+        """Return why these headers do not give full access, as a text for their sender,
+        or None if they have an operator's token. Count a wrong token by ``refused``."""
         if headers.get("authorization") is None:
-            return "this needs an operator's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
+            return "an order needs an operator's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
         tokens = self._tokens()
         role = tokens.role_of(headers)
         if role is None:
             self._refused("token")
             return RefusedToken(tokens.refusal(headers))
-        return None if role == "operator" else "a member's token does not permit this: show an operator's token"
+        return None if role == "operator" else "a member's token does not permit orders: show an operator's token"
 
     def watched(self, headers: Mapping[str, str], end: Callable[[], None]) -> AbstractContextManager[None]:
-        """Context manager: call ``end`` when the token in the headers is revoked."""
+        """Context manager: call ``end`` if the token in the headers is revoked within
+        the block."""
         return self._tokens().watched(headers, end)
 
 
@@ -110,26 +118,35 @@ class Lasting(StreamingResponse):
     """
 
     def __init__(self, parts: AsyncIterator[bytes], held: Right, **options: Any) -> None:
+        """Stream ``parts``, for as long as the access lasts.
+
+        :param held: ``held(end)`` is a context manager that calls ``end`` when it ends.
+        """
         super().__init__(parts, **options)
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; cancel it, which breaks the connection, when the access
+        ends."""
         with anyio.CancelScope() as whole, self._held(whole.cancel):
             await super().__call__(scope, receive, send)
 
 
 def without_output(text: str) -> str:
-    """Return the text without last words of a program, which follow its exit code."""
+    """Return the text without the last words of a program, which follow its exit code
+    in it and may have secrets."""
     return _OUTPUT.sub(r"\1", text)
 
 
 def public(value: object) -> Any:
-    """Return the value as builtins, each text without the output of programs."""
+    """Return the value (a struct, too) as builtins, with every text cut before the
+    output of a program: readers without a token may see the result."""
     return _cut(msgspec.to_builtins(value, enc_hook=str))
 
 
 def hiding_store(status: RunStatus) -> RunStatus:
-    """Return the status without the address of the store."""
+    """Return a copy of the status without the address of the store, which has no
+    password."""
     return msgspec.structs.replace(status, store=msgspec.structs.replace(status.store, host="", port=0))
 
 
@@ -141,12 +158,15 @@ class Cached:
     """
 
     def __init__(self, make: Callable[[], object]) -> None:
+        """Cache the JSON of what ``make`` returns; call ``make`` only when a page is
+        asked for."""
         self._make = make
         self._body = b""
         self._until = 0.0
 
     def body(self) -> bytes:
-        """Return the page as JSON bytes, rendered again if they are too old."""
+        """Return the page as JSON bytes; if they are too old (half a second at most),
+        call ``make`` and encode its result first, on this thread."""
         began = time.monotonic()
         if began >= self._until:
             self._body = msgspec.json.encode(self._make(), enc_hook=str)
@@ -156,7 +176,8 @@ class Cached:
 
 
 def public_record(record: Record) -> bytes:
-    """The record as JSON, without fields that are output or quote the config."""
+    """Return the record of an event as JSON for readers without a token: without fields
+    that are output of programs or quote the config."""
     event: Event = record.event
     match event:
         case ReplicaExited():

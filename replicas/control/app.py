@@ -58,7 +58,11 @@ class ControlledRun(Watched, Protocol):
     """
 
     def scrape(self, accept: str, client: str) -> tuple[bytes, str]:
-        """Return the metrics in the format for ``accept``, and its Content-Type."""
+        """Return the run's metrics and their Content-Type.
+
+        :param accept: the request's header Accept, which selects the format.
+        :param client: address of the client, by which scrapers are told apart.
+        """
 
     def live(self) -> bool:
         """Return True unless the event loop or the store is stuck."""
@@ -68,19 +72,22 @@ class ControlledRun(Watched, Protocol):
 
 
 def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[Route]:
-    """Return the routes. The last one answers unknown paths with JSON and status 404.
+    """Return the routes of a control port. The last one answers unknown paths with JSON
+    and status 404. Pages accept GET and HEAD, orders POST; other methods get 405.
 
-    Pages accept GET and HEAD, orders POST; other methods get 405.
-
+    :param source: the run that they show, and that carries out the orders.
     :param access: authorizes orders and the output of programs on this transport.
     """
     endpoints = ["/", *_PAGES, *ORDERS]
 
     async def livez(_: Request) -> Response:
+        """Answer 200 if the run's event loop and store work, else 503."""
         live = source.live()
         return _text("ok\n" if live else "the supervisor's event loop or store is stuck\n", 200 if live else 503)
 
     async def readyz(request: Request) -> Response:
+        """Answer 200 if the run is ready, else 503; with ``?verbose`` list the
+        checks."""
         status = source.status()
         code = 200 if status.ready else 503
         if not _flag(request.query_params, "verbose"):
@@ -92,6 +99,8 @@ def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[
         return _text("\n".join(lines) + "\n", code)
 
     async def metrics(request: Request) -> Response:
+        """Answer with the metrics, compressed in a thread if the client accepts
+        that."""
         client = request.client.host if request.client is not None else ""
         body, content_type = source.scrape(request.headers.get("accept", ""), client)
         headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding", **NO_STORE}
@@ -103,10 +112,14 @@ def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[
     for_strangers = Cached(lambda: public(hiding_store(source.status())))
 
     async def status(request: Request) -> Response:
+        """Answer with the whole status; without access, with a cached one without
+        outputs."""
         why = access(request.headers)
         return json_bytes(for_strangers.body(), 200, **_refused(why)) if why else json_response(source.status())
 
     async def index(request: Request) -> Response:
+        """Answer ``/`` of a browser with the page's HTML, else with a list of the
+        paths."""
         if request.url.path == "/" and wants_page(request):
             return file_response(request, "index.html")
         run = source.status()
@@ -115,6 +128,7 @@ def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[
         return _text("\n".join(lines) + "\n", 200)
 
     async def unknown(request: Request) -> Response:
+        """Answer 405 for an order that is not POSTed, 404 for any other path."""
         path = request.url.path
         if path in ORDERS:
             return refusal(f"{path} is an order: POST it", 405, Allow="POST")
@@ -131,14 +145,20 @@ def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[
 
 
 def _refused(why: Reason | None) -> dict[str, str]:
-    """Return the header of a public page that tells why its reader's token is wrong."""
+    """Return the header with which a public page tells its reader that the token is
+    wrong; none if the request had no token, or a valid one.
+
+    :param why: why the request has no full access, or None.
+    """
     return {TOKEN_HEADER: why} if isinstance(why, RefusedToken) else {}
 
 
 def _unless_starting(page: Page) -> Page:
-    """Wrap a page: answer 503 until there is a status, as the port opens first."""
+    """Return a page that answers 503 until the run has a status, and then as ``page``
+    does: the port opens before the run is set up."""
 
     async def answer(request: Request) -> Response:
+        """Answer as the page; 503 for its UsageError, as the run is starting."""
         try:
             return await page(request)
         except errors.UsageError as error:
@@ -148,7 +168,8 @@ def _unless_starting(page: Page) -> Page:
 
 
 def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
-    """Yield ``(good, line)`` for the store, groups, replicas and channels."""
+    """Yield ``(good, line)`` for the store, groups, replicas and channels of a run;
+    ``good`` is False for a thing that is not ready."""
     at = f" at {status.store.host}:{status.store.port}" if status.store.port else ""
     yield status.store.up, f"store: {'up' if status.store.up else 'down'}{at}"
     for group in status.groups:
@@ -169,14 +190,16 @@ def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
 
 
 def _text(text: str, code: int) -> Response:
-    """Return an uncached response of plain text."""
+    """Return a response of plain text with this HTTP status, not to be cached."""
     return PlainTextResponse(text, code, headers=NO_STORE)
 
 
 def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
-    """Return the routes of ``/events`` and ``/logs``."""
+    """Return the routes of ``/events`` and ``/logs`` of the run ``source``; ``access``
+    decides who may see the output of programs."""
 
     async def events(request: Request) -> Response:
+        """Answer with a stream of events, from the event after that in the request."""
         try:
             after = _after(request)
             follow = _flag(request.query_params, "follow", default=True)
@@ -192,6 +215,8 @@ def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
         )
 
     async def logs(request: Request) -> Response:
+        """Answer with the selected log lines, and with ``follow`` with later ones as
+        they come; 401 without access, 404 if there is no such log."""
         if why := access(request.headers):
             return unauthorized(why)
         try:
@@ -217,7 +242,9 @@ def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
 
 
 def _after(request: Request) -> int | None:
-    """Return the event to start after; a reconnecting browser sends it in a header."""
+    """Return the number of the event to start after, from the query or (a browser that
+    reconnects) from a header, or None if the request has none. Raise UsageError for
+    another text."""
     text = request.headers.get("last-event-id", request.query_params.get("after"))
     if text is None:
         return None
@@ -227,13 +254,15 @@ def _after(request: Request) -> int | None:
 
 
 def _flag(query: Mapping[str, str], name: str, *, default: bool = False) -> bool:
-    """Return a parameter of the query as a bool; ``default`` if it is missing."""
+    """Return a parameter of the query as a bool: False for "0", "false" and "no", and
+    ``default`` if it is missing."""
     text = query.get(name)
     return default if text is None else text.lower() not in ("0", "false", "no")
 
 
 def _selection(query: Mapping[str, str]) -> Selection:
-    """Return the selected lines of a query; raise UsageError for a bad parameter."""
+    """Return which log lines the parameters of a query select; raise UsageError for an
+    unknown or invalid parameter."""
     known = (*Selection.__struct_fields__, "follow", "json")
     if unknown := [name for name in query if name not in known]:
         raise errors.UsageError(f"unknown parameter {unknown[0][:40]!r}", hint=f"known: {', '.join(known)}")
@@ -248,7 +277,13 @@ def _selection(query: Mapping[str, str]) -> Selection:
 
 
 async def _events(source: ControlledRun, after: int | None, until: int | None, *, whole: bool) -> AsyncIterator[bytes]:
-    """Yield server-sent events above ``after`` to ``until``; ``whole``: with output."""
+    """Yield server-sent events until the run is over, and an empty one after 5 s of
+    silence; close the run's stream at the end.
+
+    :param after: number of the event before the first; None: of the newest.
+    :param until: number of the last event; None: also those to come.
+    :param whole: whether the reader may see outputs of programs.
+    """
     if until is not None and until <= (after if after is not None else until):
         return
     records = source.events(after)
@@ -275,7 +310,12 @@ async def _events(source: ControlledRun, after: int | None, until: int | None, *
 
 
 async def _logs(reader: LogReader, lines: list[LogLine], *, follow: bool, as_json: bool) -> AsyncIterator[bytes]:
-    """Yield ``lines`` and those that the reader has; close the reader at the end."""
+    """Yield ``lines`` and then those that the reader has, as bytes; close the reader at
+    the end.
+
+    :param follow: continue with new lines, polling; else end when there is none.
+    :param as_json: as lines of JSON, with an empty line after 5 s of silence.
+    """
     try:
         quiet_since = time.monotonic()
         while True:
@@ -299,7 +339,10 @@ async def _logs(reader: LogReader, lines: list[LogLine], *, follow: bool, as_jso
 
 
 def _encode(lines: list[LogLine], *, as_json: bool, many: bool) -> bytes:
-    """Return the lines as bytes; ``many``: begin each text with its rank."""
+    """Return the lines as bytes, in JSON or plain text.
+
+    :param many: begin each plain text with its rank.
+    """
     if as_json:
         return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
     return "".join(f"{origin(line) if many else ''}{line.text}\n" for line in lines).encode()

@@ -35,7 +35,7 @@ _MAX_ANSWER_NBYTES = 64 * 2**20
 _TIMEOUT_S = 5.0
 _SILENCE_S = 20.0
 """Seconds, several beats of the server; a server that is silent for longer is gone."""
-_OTHER_TOKEN = "give an operator's with --token-file, or none: state and events are public"
+_OTHER_TOKEN = "give an operator's token with --token-file, or none to read state and events, which are public"
 _PATHS = {kind: path for path, kind in ORDERS.items()}
 
 
@@ -67,6 +67,16 @@ class Client:
         token_owners: frozenset[int] | None = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
+        """Check the address ``where`` (``host:port``, or ``unix:PATH``) and the token;
+        connect to nothing.
+
+        :param pid: the supervisor's, if known: used to explain why it does not answer.
+        :param run: the expected run's name, if known: another run then refuses orders.
+        :param owners: users allowed to own a supervisor on this machine; None: any.
+        :param token_owners: users here to whom the token may be shown; None: any.
+        :param timeout_s: limit of each read, in seconds.
+        :raises UsageError: the address or the token cannot be used.
+        """
         self.where = where
         self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
         self._pid = pid
@@ -78,7 +88,8 @@ class Client:
         self._timeout_s = timeout_s
 
     def status(self) -> RunStatus:
-        """Return the answer to ``GET /status``, without proxies of the environment.
+        """Ask for ``GET /status``, and return the run's status; proxies of the
+        environment are not used.
 
         :raises Disconnected: no answer, or not from a supervisor of replicas.
         """
@@ -86,8 +97,9 @@ class Client:
             return self._read(response, "GET /status", RunStatus)
 
     def order(self, order: Order, *, wait: bool = True) -> Answer:
-        """Send an order. ``wait``: until it is carried out; else until it has begun.
+        """Send an order, and return the answer.
 
+        :param wait: block until it is carried out; False: until it has begun.
         :raises ReplicasError: the error that ended it.
         :raises Disconnected: no answer, or the connection broke.
         """
@@ -100,9 +112,10 @@ class Client:
         return answer
 
     def events(self, after: int, *, follow: bool = True) -> Iterator[Record]:
-        """Yield the records of ``GET /events`` above ``after``.
+        """Request ``GET /events``; yield the records numbered above ``after``. Events
+        of a newer release, which are not known here, are left out.
 
-        Events of a newer release, which are not known here, are left out.
+        :param follow: continue, blocking, with new ones until the run ends.
         """
         for line in self._lines(f"/events?{urlencode({'follow': int(follow), 'after': after})}"):
             if line.startswith(b"data: "):
@@ -110,7 +123,8 @@ class Client:
                     yield decode(line[6:])
 
     def logs(self, query: Mapping[str, str]) -> Iterator[bytes]:
-        """Yield JSON lines of ``GET /logs``; empty ones are only signs of life.
+        """Request ``GET /logs``; yield its lines of JSON. Empty ones are only signs of
+        life.
 
         :param query: the parameters of the page, such as ``{"target": "rollout/0"}``.
         """
@@ -120,9 +134,13 @@ class Client:
     def _asked(
         self, method: str, path: str, body: bytes | None = None, *, silence_s: float | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Context manager: send a request, and yield its response.
+        """Context manager: connect, send a request, and yield its response; close the
+        connection at the end.
 
-        :param silence_s: limit of each read of the response; default: as for others.
+        :param silence_s: seconds that each read of the response may take; default:
+            those of the client's other reads.
+        :raises Disconnected: the connection fails, here or while the block reads.
+        :raises UsageError: the run does not accept the token, or must not see it.
         """
         connection = http.client.HTTPConnection(self._host or "localhost", self._port or None, timeout=self._timeout_s)
         headers = {"Accept": "application/json"}
@@ -159,7 +177,8 @@ class Client:
             connection.close()
 
     def _credentials(self, connection: socket.socket) -> dict[str, str]:
-        """Return the Authorization header if the peer needs the token and may have it.
+        """Ask the kernel who is the peer; return the Authorization header if the peer
+        needs the token and may have it, else no header.
 
         At a Unix socket the kernel identifies the caller, so no token is needed. If the
         peer may not have the token, ``_withheld`` becomes the error for an order.
@@ -174,50 +193,61 @@ class Client:
             return {}
         if may_be_foreign(uids, self._token_owners):
             text = f"{self.where} {describe_owner(uids)}: the token, which is another user's, was not shown to it"
-            self._withheld = UsageError(text, hint="name the token with --token-file if it may be shown there")
+            self._withheld = UsageError(text, hint="name the token with --token-file, if that port may see it")
             return {}
         return self._way.headers
 
     def _why_silent(self) -> str:
-        """Return a hint why the supervisor is silent, by the state of its process."""
+        """Return a hint why the supervisor does not answer: its process is dead,
+        stopped, or busy, as far as its pid is known."""
         if not self._pid:
-            return "is the supervisor still running?"
+            return "check that the supervisor is still running"
         if start_time(self._pid) is None:
             return f"its supervisor, process {self._pid}, is dead; start it again with: replicas run CONFIG"
         return f"its supervisor, process {self._pid}, is {'stopped' if is_stopped(self._pid) else 'alive, but busy'}"
 
     def _read(self, response: http.client.HTTPResponse, what: str, kind: type[_T]) -> _T:
-        """Return the body as a ``kind``. ``what``: the request, for an error."""
+        """Read the response's body, of 64 MiB at most, and return it as a ``kind``.
+
+        :param what: the request, for the error.
+        :raises Disconnected: it is not such JSON.
+        """
         body = response.read(_MAX_ANSWER_NBYTES)
         try:
             return msgspec.json.decode(body, type=kind)
         except MALFORMED as error:
-            text = f"{self.where} answered {what} with {response.status}: {error}"
-            raise Disconnected(text, hint="is it a replicas supervisor of the same release?") from error
+            text = f"{self.where} answered {what} with HTTP status {response.status}: {error}"
+            raise Disconnected(text, hint="check that a supervisor of the same release listens there") from error
 
     def _refused(self, code: int, problem: Problem) -> ReplicasError:
-        """Return the error for a refused request: on access, or that of the answer."""
+        """Return (do not raise) the error for a refused request: that the caller has no
+        access, or the error in the answer.
+
+        :param code: the HTTP status. :param problem: the error as data.
+        """
         if code in (401, 403):
             return self._withheld or UsageError(
-                f"{self.where} takes no orders from here: {problem.message}",
+                f"{self.where} refuses orders from here: {problem.message}",
                 hint="give --token-file, or run this as the user of the supervisor, on its machine",
             )
         return problem.exception()
 
     def _lines(self, path: str) -> Iterator[bytes]:
-        """Request a page and yield its lines, without their ends; raise a refusal."""
+        """Request a page, and yield its lines as they come, without their ends. Raise
+        the error of an answer with another status than 200."""
         with self._asked("GET", path, silence_s=_SILENCE_S) as response:
             if response.status != 200:
                 answer = self._read(response, f"GET {path.partition('?')[0]}", Answer)
                 if answer.error is None:
-                    raise Disconnected(f"{self.where} answered with {response.status}")
+                    raise Disconnected(f"{self.where} answered with HTTP status {response.status}")
                 raise self._refused(response.status, answer.error)
             while line := response.readline():
                 yield line.rstrip(b"\r\n")
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:
-    """Return the host, without brackets, and the port; raise UsageError otherwise."""
+    """Return the host, without brackets, and the port of ``HOST:PORT``; raise
+    UsageError for another text."""
     host, _, port = endpoint.rpartition(":")
     if not host or set(host) & set(" /?#@\\") or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
         _, url, rest = endpoint.partition("://")

@@ -123,7 +123,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: errors.ReplicasError) -> Problem:
-        """Return an error as data."""
+        """Return an error as data, to be sent in an answer."""
         found = cls(kind=errors.kind_of(error), message=error.message, hint=error.hint)
         if isinstance(error, errors.BadConfig):
             return msgspec.structs.replace(found, problems=error.problems, source=error.source)

@@ -56,7 +56,8 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def origin(line: LogLine) -> str:
-    """Return what a line of several ranks begins with: ``group/replica/rank| ``."""
+    """Return the text before a line where several ranks are shown:
+    ``group/replica/rank| ``."""
     return f"{line.replica}/{line.rank}| "
 
 
@@ -75,7 +76,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None = None
 
     def takes(self, group: str, index: str, rank: int) -> bool:
-        """Return True if the lines of this rank are selected."""
+        """Return True if the lines of this rank, of replica ``index``, are selected."""
         named = self.target in (None, group, f"{group}/{index}", f"{group}/{index}/{rank}")
         return named and self.rank in (None, rank)
 
@@ -87,7 +88,8 @@ def _parts(path: Path) -> list[Path]:
 
 
 def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
-    """Return the offset of a file's last ``lines`` lines, and their number."""
+    """Read a file backwards; return the offset of its last ``lines`` lines, and how
+    many there are, if fewer."""
     nbytes = file.seek(0, os.SEEK_END)
     position, found = nbytes - 1, 0  # the last byte ends a line, or is in it
     while position > 0:
@@ -103,7 +105,8 @@ def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
 
 
 def offset_since(log: Path, since: float) -> int | None:
-    """Return the offset of lines after ``since`` (to about 1 s), None if none are."""
+    """Return the offset in a log of the lines after the time ``since`` (in seconds
+    since 1970), to about 1 s, by the index beside the log; None if there are none."""
     try:
         found = log.stat()
         if found.st_mtime < since:
@@ -119,6 +122,11 @@ class _Stream:
     """One rank's log in one generation, read in order across rotations; blocks."""
 
     def __init__(self, path: Path, replica: str, generation: int, rank: int) -> None:
+        """Describe a log; open no file before :meth:`choose_start` or :meth:`read`.
+
+        :param path: of the log, whose rotated parts are beside it.
+        :param replica: ``group/index``.
+        """
         self.path = path
         self.name = (replica, generation, rank)
         self._todo: list[Path] = []
@@ -128,7 +136,8 @@ class _Stream:
         self._at_end = False
 
     def choose_start(self, selection: Selection, *, fresh: bool) -> None:
-        """Open the log where the selection begins; a ``fresh`` log at its start."""
+        """Open the log at the first selected line; a ``fresh`` log (which has appeared
+        since) at its start."""
         parts, offset = _parts(self.path), 0
         if not fresh and selection.since is not None:
             found = [(part, at) for part in parts if (at := offset_since(part, selection.since)) is not None]
@@ -140,7 +149,11 @@ class _Stream:
         self._open(offset)
 
     def _open(self, offset: int = 0) -> bool:
-        """Open the next part that exists; return False if no part is left."""
+        """Open the next part of the log that exists, and close the present one. Return
+        False, with the present one still open, if no part is left.
+
+        :param offset: in bytes, where reading begins.
+        """
         while self._todo:
             path = self._todo.pop(0)
             try:
@@ -177,7 +190,8 @@ class _Stream:
         return lines
 
     def _chunk(self) -> bytes:
-        """Return the next bytes, also from the next file, or b"" if there are none."""
+        """Return the next bytes of the log, also from its next file, which is opened,
+        or b"" if there are none yet."""
         while True:
             assert self._file is not None
             if data := self._file.read(_READ_NBYTES):
@@ -201,17 +215,19 @@ class _Stream:
         return not self._todo and _inode(self.path) in (None, self._inode)
 
     def _after(self) -> list[Path]:
-        """Return the parts after the open one; all parts if that was deleted."""
+        """Return the paths of the parts that follow the open one; of all parts if the
+        open one was deleted."""
         parts = _parts(self.path)
         inodes = [_inode(part) for part in parts]
         return parts[inodes.index(self._inode) + 1 :] if self._inode in inodes else parts
 
     def is_over(self) -> bool:
-        """Return True if its folder was removed and all its data has been read."""
+        """Return True if the log's folder was removed, and all that was written has
+        been read."""
         return self._at_end and not self.path.parent.exists()
 
     def close(self) -> bytes:
-        """Close the file; return the last line if it has no newline yet, or b""."""
+        """Close the file; return the text after the last newline, or b""."""
         if self._file is not None:
             self._file.close()
         rest, self._rest = self._rest, b""
@@ -219,7 +235,7 @@ class _Stream:
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """Return what identifies the file; None if it is missing."""
+    """Return (device, inode), which identify a file after a rename; None if missing."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -228,6 +244,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def _size(path: Path) -> int:
+    """Return the file's size in bytes; 0 if it is missing."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -235,8 +252,10 @@ def _size(path: Path) -> int:
 
 
 def _last_lines(parts: list[Path], lines: int, least: int) -> tuple[list[Path], int]:
-    """Return the parts with the last lines, and the offset in the first of them.
+    """Return the parts of a log that have its last ``lines`` lines, and the offset of
+    the first such line in the first part.
 
+    :param parts: the oldest first.
     :param least: minimum of the offset in ``parts[0]``.
     """
     if lines == 0:
@@ -281,16 +300,21 @@ class FolderReader:
     """A :class:`LogReader` of one folder ``logs``; files are read in a thread."""
 
     def __init__(self, logs: Path, selection: Selection) -> None:
+        """Read the selected files below the folder ``logs``; open none before
+        :meth:`poll`."""
         self._follower = LogFollower(logs, selection)
 
     @property
     def many(self) -> bool:
+        """True if the logs that were found are of several ranks."""
         return self._follower.many
 
     async def poll(self) -> list[LogLine]:
+        """Return new lines, read in a thread, or an empty list."""
         return await anyio.to_thread.run_sync(self._follower.poll)
 
     async def aclose(self) -> list[LogLine]:
+        """Close the files; return last lines without a newline."""
         return self._follower.close()
 
 
@@ -303,6 +327,7 @@ class LogFollower:
     """
 
     def __init__(self, logs: Path, selection: Selection) -> None:
+        """Keep the folder and the selection; open no file before :meth:`poll`."""
         self._logs = logs
         self._selection = selection
         self._streams: dict[Path, _Stream] = {}
@@ -310,9 +335,11 @@ class LogFollower:
         self._turn = 0
 
     def poll(self) -> list[LogLine]:
-        """Return new lines, about :data:`BATCH_NBYTES` at a time, or an empty list.
-
+        """Return new lines, up to about 256 KiB, or an empty list; do not wait for any.
         Open logs that are new; close those that were deleted.
+
+        :raises replicas.errors.UsageError: at the first call, if there are no such
+            logs.
         """
         for path, replica, generation, rank in self._find():
             if path not in self._streams:
@@ -345,7 +372,8 @@ class LogFollower:
         return len({(stream.name[0], stream.name[2]) for stream in self._streams.values()}) > 1
 
     def _find(self) -> Iterator[tuple[Path, str, int, int]]:
-        """Yield path, replica, generation and rank of each selected log."""
+        """List the folders; yield path, replica, generation and rank of each selected
+        log."""
         for group in sorted(_folders(self._logs)):
             for replica in _folders(group):
                 for generation in self._generations(replica):
@@ -355,7 +383,8 @@ class LogFollower:
                             yield path, f"{group.name}/{replica.name}", generation, int(rank[1])
 
     def _generations(self, replica: Path) -> list[int]:
-        """Return the selected generations: by default the newest, and later ones."""
+        """Return the selected generations that have a folder in that of a replica: the
+        one that was asked for, or the newest at the first call and all since."""
         found = _generations(replica)
         if self._selection.generation is not None:
             return [number for number in found if number == self._selection.generation]
@@ -365,7 +394,8 @@ class LogFollower:
         return [number for number in found if not known or number >= min(known)]
 
     def _nothing(self) -> UsageError:
-        """Return the error that the selection has no log, with the known replicas."""
+        """Return (do not raise) the error that the selection has no log; its hint names
+        the replicas that have one."""
         chosen = self._selection
         rank = f", rank {chosen.rank}" if chosen.rank is not None else ""
         generation = f", generation {chosen.generation}" if chosen.generation is not None else ""
@@ -389,15 +419,18 @@ def _replicas(logs: Path) -> str:
 
 
 def _generations(replica: Path) -> list[int]:
+    """Return the generations with a folder in a replica's folder, in order."""
     return sorted(int(path.name[4:]) for path in _folders(replica) if path.name[4:].isdecimal())
 
 
 def _folders(path: Path) -> list[Path]:
+    """Return the folders in a folder, by number."""
     return [entry for entry in _entries(path) if entry.is_dir()]
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return entries of a folder, by number; none if the folder was deleted."""
+    """Return the paths in a folder, sorted so that numbers in names count; none if the
+    folder is missing."""
     try:
         return sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name))
     except FileNotFoundError:

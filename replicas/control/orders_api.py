@@ -48,42 +48,59 @@ NO_STORE = {"Cache-Control": "no-store"}
 
 
 def json_response(value: object, code: int = 200, **headers: str) -> Response:
-    """Return an uncached JSON response; values without a JSON form become text."""
+    """Return a response with this value as JSON, not to be cached; values without a
+    JSON form become text.
+
+    :param code: the HTTP status. :param headers: further ones.
+    """
     return json_bytes(msgspec.json.encode(value, enc_hook=str), code, **headers)
 
 
 def json_bytes(body: bytes, code: int = 200, **headers: str) -> Response:
-    """Return an uncached response with this JSON as its body."""
+    """Return a response whose body is this JSON, not to be cached.
+
+    :param code: the HTTP status. :param headers: further ones.
+    """
     return Response(body, code, headers={**NO_STORE, **headers}, media_type="application/json")
 
 
 def refusal(message: str, code: int, *, hint: str = "", **headers: str) -> Response:
-    """Return a response with an :class:`Answer` that has this UsageError."""
+    """Return a response that refuses a request: an :class:`Answer` with a UsageError.
+
+    :param code: the HTTP status. :param headers: further ones.
+    """
     problem = Problem(kind="UsageError", message=message, hint=hint)
     return json_response(Answer(done=False, error=problem), code, **headers)
 
 
 def unauthorized(why: str) -> Response:
-    """Return a 401 response that ends the connection, which may have had access."""
+    """Return a 401 response with this text that also ends the connection, since earlier
+    requests on it may have had access."""
     return refusal(why, 401, **{"WWW-Authenticate": "Bearer", "Connection": "close"})
 
 
 def order_routes(source: object, access: Access, run: Callable[[], str]) -> list[Route]:
-    """Return a route for each order.
+    """Return a POST route for each order. A route reads the order, starts a task that
+    carries it out, and answers when that is done or as the caller asks.
 
     :param source: carries out orders by its methods (:data:`ORDERS`).
+    :param access: returns why a request may not give orders, or None.
     :param run: returns the run's name.
     """
     running: set[asyncio.Task[object]] = set()  # the loop itself keeps only weak references
 
     def over(task: asyncio.Task[object]) -> None:
+        """Forget a task that is done; log an error that is a bug."""
         running.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, errors.ReplicasError):
-            log.error("a bug: %s failed", task.get_name(), exc_info=error)
+            log.error("going on after a bug in the order %s; please report this", task.get_name(), exc_info=error)
 
     def route(path: str, kind: type[Order]) -> Route:
+        """Return the route of one order, whose body is of the type ``kind``."""
+
         async def endpoint(request: Request) -> Response:
+            """Read the order, start its task, and answer."""
             order = await _order(request, path, kind, access, run)
             if isinstance(order, Response):
                 return order
@@ -102,7 +119,11 @@ def order_routes(source: object, access: Access, run: Callable[[], str]) -> list
 
 
 async def _carry_out(source: object, path: str, order: Order) -> object:
-    """Call the method for the order's path, and return its result."""
+    """Await the run's method for this order (named after ``path``), and return its
+    result.
+
+    :param source: has the methods.
+    """
     if isinstance(order, VersionOrder):
         return await source.steer(order)  # type: ignore[attr-defined]  # as all methods of orders
     name, given = path[1:].replace("-", "_"), msgspec.structs.asdict(order)
@@ -129,7 +150,7 @@ async def _order(
         order = msgspec.json.decode(await _body(request), type=kind)
     except MALFORMED as error:
         fields = ", ".join(kind.__struct_fields__) or "none"
-        return refusal(f"not a body for {path}: {error}", 400, hint=f"fields: {fields}")
+        return refusal(f"{path} does not take this body: {error}", 400, hint=f"fields: {fields}")
     except HTTPException as error:
         return refusal(error.detail, error.status_code)
     why = access(request.headers)  # the token may have ended while the body was read
@@ -137,19 +158,24 @@ async def _order(
 
 
 def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
-    """Return the problem of an order that is meant for another run, or None."""
+    """Return the problem of a request whose header names another run than this, or None
+    if it names this one or none.
+
+    :param run: returns this run's name, or raises while it starts.
+    """
     meant = request.headers.get(RUN_HEADER)
     try:
         if meant is None or meant == quote(run(), safe=""):
             return None
-        text = f'run "{unquote(meant)[:100]}" is gone: run "{run()}" is at its address now'
+        text = f'run "{unquote(meant)[:100]}" has ended: run "{run()}" is at its address now'
         return Problem.of(errors.Disconnected(text))
     except errors.ReplicasError as error:  # the supervisor is still starting
         return Problem.of(error)
 
 
 async def _body(request: Request) -> bytes:
-    """Return the body, or ``{}`` if empty; raise HTTPException if too large or slow."""
+    """Read the request's body, and return it, or ``{}`` if it is empty. Raise
+    HTTPException if it is larger than 64 KiB or not complete within 5 s."""
     body = b""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -165,7 +191,8 @@ async def _body(request: Request) -> bytes:
 
 
 def _outcome(task: asyncio.Task[object]) -> Answer:
-    """Return the answer to an order whose task is done."""
+    """Return the answer to an order whose task is done: its result, or its error as
+    data."""
     error = task.exception()
     if error is None:
         return Answer(done=True, result=task.result())
@@ -188,9 +215,10 @@ def _code(answer: Answer) -> int:
 
 
 async def _answer(task: asyncio.Task[object], request: Request, access: Access, *, wait: bool) -> Response:
-    """Return the answer if the task ends within :data:`QUICK_S`.
+    """Wait 0.25 s for the order's task, and return its answer if it has ended. Else
+    return 202, or, with ``wait``, a stream that has the answer at its end.
 
-    Else return 202, or, with ``wait``, a stream with the answer at its end.
+    :param access: the stream ends when the request's access ends.
     """
     done, _ = await asyncio.wait({task}, timeout=QUICK_S)
     if done:

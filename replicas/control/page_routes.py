@@ -27,7 +27,11 @@ def wants_page(request: Request) -> bool:
 
 
 def file_response(request: Request, name: str) -> Response:
-    """Return one file of the page, compressed if the client accepts that."""
+    """Return a response with one file of the page, compressed if the client accepts
+    that; 304 if the client has it already, 404 if there is no such file.
+
+    :param name: of the file, such as ``index.html``.
+    """
     found = asset(name)
     if found is None:
         return PlainTextResponse("no such file\n", 404, headers=NO_STORE)
@@ -43,18 +47,23 @@ def file_response(request: Request, name: str) -> Response:
 def page_routes(source: Watched, access: Access) -> list[Route]:
     """Return the routes of the page: files, document and stream of changes.
 
-    :param access: decides which viewers are trusted, and may replace others.
+    :param source: the run that is shown.
+    :param access: decides which viewers are trusted, and may take the place of others.
     """
     live = Live(source, shown=public)
 
     async def file(request: Request) -> Response:
+        """Answer with one file of the page."""
         return file_response(request, request.path_params["name"])
 
     async def document(_: Request) -> Response:
+        """Answer with the whole document that the page shows, as compressed JSON."""
         headers = {**NO_STORE, "Content-Encoding": "gzip", "Content-Type": "application/json"}
         return Response(await live.whole(), headers=headers)
 
     async def changes(request: Request) -> Response:
+        """Answer with a stream of the document's changes, or 503 if all viewers' places
+        are taken."""
         after = request.headers.get("last-event-id", request.query_params.get("after", ""))
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=NO_STORE)

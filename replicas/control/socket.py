@@ -51,6 +51,11 @@ class ControlSocket:
     """
 
     def __init__(self, path: Path, routes: Sequence[BaseRoute], refused: Callable[[str], None]) -> None:
+        """Keep the path and the routes; create no socket before entering.
+
+        :param path: absolute path of the socket.
+        :param refused: called with the reason for each connection that is turned away.
+        """
         self.path = path
         self._routes = routes
         self._refused = refused
@@ -58,7 +63,8 @@ class ControlSocket:
         self._inode: tuple[int, int] | None = None
 
     async def __aenter__(self) -> Self:
-        """Serve. Raises WorldError if the socket cannot be created."""
+        """Create the socket's file, and serve. Raise WorldError if it cannot be
+        created."""
         listener = self._listen()
         rules = PortRules(self._refused, lambda _: True, AllowedHosts("localhost", ""))
         self._server = Server(listener, self._routes, rules, turns_away=self._turns_away)
@@ -73,19 +79,23 @@ class ControlSocket:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """End the server, and remove the socket's file."""
         if self._server is not None:
             await self._server.aclose()
         self._remove()
 
     def _turns_away(self, transport: asyncio.Transport) -> bytes:
-        """Return the refusal for another user's process; b"" for our user and root."""
+        """Return the HTTP response with which another user's process is refused, and
+        count it; return b"" for a process of our user or root, which is served."""
         if peer_uid(transport.get_extra_info("socket")) in (os.geteuid(), 0):
             return b""
         self._refused("peer")
         return _FORBIDDEN
 
     def _listen(self) -> socket.socket:
-        """Replace the file of a dead socket, and return a listening one."""
+        """Remove the file of a socket on which no process listens, and return a new
+        listening socket in its place. Raise WorldError if the path is in use or cannot
+        be bound."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with contextlib.suppress(FileNotFoundError):

@@ -35,6 +35,7 @@ linux.require()
 
 
 def __getattr__(name: str) -> object:
+    """Return an exported name, and import its module when first used."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

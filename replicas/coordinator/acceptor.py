@@ -94,6 +94,12 @@ class Acceptor:
     """
 
     def __init__(self, listener: socket.socket, rules: PortRules, admit: Admit, *, tls: bool) -> None:
+        """Begin to accept connections of ``listener`` on the running loop.
+
+        :param rules: of the port: tokens, counts of refusals, answers to probes.
+        :param admit: receives each accepted socket when its turn has come.
+        :param tls: the port speaks TLS.
+        """
         self._rules = rules
         self._admit = admit
         self._listener = listener
@@ -114,11 +120,11 @@ class Acceptor:
 
     @property
     def waiting(self) -> int:
-        """Number of accepted connections that are not passed on yet (the *lobby*)."""
+        """Number of accepted connections that still wait in the *lobby*."""
         return len(self._lobby)
 
     def close(self) -> None:
-        """Stop accepting, and close the waiting connections.
+        """Stop accepting, and close the connections that still wait.
 
         The listener stays open.
         """
@@ -134,11 +140,17 @@ class Acceptor:
     # ------------------------------------------------------------ the lobby
 
     def _accept(self) -> None:
-        """Start to accept connections, or resume it after :meth:`_no_room`."""
+        """Have the loop call :meth:`_on_connections` when connections come.
+
+        Called at the start, and again after the pause that :meth:`_no_room` makes.
+        """
         self._loop.add_reader(self._listener.fileno(), self._on_connections)
 
     def _on_connections(self) -> None:
-        """Accept connections for :data:`ACCEPT_S`; handle each, or keep it waiting."""
+        """Accept connections for :data:`ACCEPT_S` at most; the loop calls it.
+
+        Each is handled if its first bytes are there, else watched until they come.
+        """
         until = time.perf_counter() + ACCEPT_S
         while time.perf_counter() < until:
             try:
@@ -155,9 +167,10 @@ class Acceptor:
                 self._wait(one)
 
     def _no_room(self) -> None:
-        """Free a descriptor: close the oldest waiting connection.
+        """Make room when the process has no descriptor left.
 
-        If none waits, pause accepting.
+        Close the connection that waits longest; if none waits, pause accepting for a
+        moment.
         """
         if (one := self._lobby.oldest()) is not None:
             self._refuse(one, "too_many")
@@ -166,19 +179,25 @@ class Acceptor:
         self._later(NO_ROOM_S, self._accept)
 
     def _wait(self, one: _Waiting) -> None:
-        """Watch the connection, and keep it in the lobby, until more bytes arrive."""
+        """Keep a connection in the lobby, and watch it until more bytes come."""
         self._keep(one)
         self._by_fd[one.sock.fileno()] = one
         self._poll.register(one.sock.fileno(), _WATCHED)
 
     def _keep(self, one: _Waiting) -> None:
-        """Add the connection to the waiting ones, and refuse one that it displaces."""
+        """Add a connection to the lobby; close an older one if there are too many.
+
+        Also have :meth:`_sweep` called soon.
+        """
         if (gone := self._lobby.add(one, one.source)) is not None:
             self._refuse(gone, "too_many")
         self._later(SWEEP_S, self._sweep)
 
     def _on_readable(self) -> None:
-        """Handle waiting connections that have sent bytes or ended."""
+        """Handle waiting connections that have sent bytes or ended; the loop calls it.
+
+        After :data:`LOOK_S` the others stay for the next loop iteration.
+        """
         until = time.perf_counter() + LOOK_S
         while time.perf_counter() < until and (found := self._poll.poll(0, _AT_ONCE)):
             for fd, events in found:
@@ -187,7 +206,10 @@ class Acceptor:
                     self._handle_arrived(one, ended=bool(events & ~select.EPOLLIN))
 
     def _sweep(self) -> None:
-        """Close connections that have waited past their deadline."""
+        """Close waiting connections whose deadline is over; a timer calls it.
+
+        It calls itself again while connections wait.
+        """
         now = self._loop.time()
         for one in self._lobby:
             if one.until <= now:
@@ -199,11 +221,14 @@ class Acceptor:
     # ------------------------------------------------------------ one connection
 
     def _handle_arrived(self, one: _Waiting, *, ended: bool) -> bool:
-        """Answer, queue, pass on or drop a connection, by the bytes that have arrived.
+        """Decide on a connection by the bytes that have arrived, which stay unread.
 
-        Return False if more bytes are needed, True if it was handled.
+        It is answered and closed (a probe, a mistake), passed on (with the run's
+        token), queued for its turn (a stranger, TLS) or dropped. Return True if so,
+        False if more bytes are needed.
 
-        :param ended: the peer has closed the connection, or its sending side.
+        :param one: the connection. :param ended: the peer has closed it, or its sending
+            side.
         """
         try:
             data = self._peeked(one)
@@ -231,13 +256,18 @@ class Acceptor:
         return True
 
     def _peeked(self, one: _Waiting) -> bytes:
-        """Return the received bytes, and leave them in the kernel's buffer."""
+        """Return the bytes that a connection has sent.
+
+        They stay in the kernel's buffer.
+
+        :raises BlockingIOError: none have come yet.
+        """
         data = one.sock.recv(_USUAL_NBYTES, _LOOK)
         # the first read was full, so there may be more
         return one.sock.recv(HEAD_NBYTES, _LOOK) if len(data) == _USUAL_NBYTES else data
 
     def _answer(self, one: _Waiting, data: bytes) -> None:
-        """Send ``data`` as the whole answer, and close the connection."""
+        """Send ``data`` as the whole answer, as far as possible, and close."""
         with contextlib.suppress(OSError):
             for _ in range(_DRAINED):  # unread bytes at the close would reset the connection and lose the answer
                 if len(one.sock.recv(HEAD_NBYTES, _NOW)) < HEAD_NBYTES:
@@ -247,29 +277,33 @@ class Acceptor:
         self._drop(one)
 
     def _refuse(self, one: _Waiting, reason: str) -> None:
-        """Close the connection; count the refusal unless ``reason`` is empty."""
+        """Close a waiting connection, and count the refusal.
+
+        :param reason: one of :data:`replicas.coordinator.limits.REASONS`; "" counts
+            nothing.
+        """
         if reason:
             self._rules.refused(reason)
         self._drop(one)
 
     def _unwatch(self, one: _Waiting) -> None:
-        """Stop watching the connection for bytes."""
+        """Stop watching a connection for bytes; it stays open."""
         if self._by_fd.pop(one.sock.fileno(), None) is not None:
             self._poll.unregister(one.sock.fileno())
 
     def _leave(self, one: _Waiting) -> None:
-        """Remove the connection from the lobby and from the queue for turns."""
+        """Remove a connection from the lobby and from the queue; do not close it."""
         self._lobby.discard(one)
         self._ready.pop(one, None)
 
     def _drop(self, one: _Waiting) -> None:
-        """Remove the connection from the lobby, and close it."""
+        """Remove a connection from the lobby and the queue for turns, and close it."""
         self._leave(one)
         self._by_fd.pop(one.sock.fileno(), None)  # closing it ends its watch
         one.sock.close()
 
     def _pass_on(self, one: _Waiting) -> None:
-        """Remove the connection from the lobby, and pass it to ``admit``."""
+        """Hand a connection to ``admit``, which owns its socket from then on."""
         self._leave(one)
         self._unwatch(one)
         self._admit(socket.socket(fileno=one.sock.detach()), one.source, one.until)
@@ -277,7 +311,10 @@ class Acceptor:
     # ------------------------------------------------------------ turns
 
     def _queue_for_turn(self, one: _Waiting) -> None:
-        """Keep a stranger or a TLS handshake until :meth:`_serve` passes it on."""
+        """Queue a connection without a token, or a TLS handshake, for :meth:`_serve`.
+
+        It is no longer watched for bytes; its deadline stays.
+        """
         self._unwatch(one)
         if one not in self._lobby:
             self._keep(one)
@@ -285,7 +322,13 @@ class Acceptor:
         self._later(0.0, self._serve)
 
     def _serve(self) -> None:
-        """Pass on the next connection: one per loop iteration, as the share allows."""
+        """Pass on the next queued connection if the share of loop time allows.
+
+        A timer calls it.
+
+        At most one for each loop iteration; it is charged to the share, and the next
+        call is scheduled.
+        """
         one = next(iter(self._ready), None)
         if one is None:
             return
@@ -296,11 +339,14 @@ class Acceptor:
         self._later(rest_s, self._serve)
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
-        """Schedule a call, unless it is already scheduled."""
+        """Call ``what`` after so many seconds on the loop.
+
+        Ignored if scheduled already.
+        """
         if what not in self._timers:
             self._timers[what] = self._loop.call_later(seconds, self._run_scheduled, what)
 
     def _run_scheduled(self, what: Callable[[], None]) -> None:
-        """Make a call that :meth:`_later` has scheduled."""
+        """Call ``what``, which :meth:`_later` has scheduled; the timer's function."""
         del self._timers[what]  # first: it may schedule itself again
         what()

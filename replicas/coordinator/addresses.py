@@ -28,7 +28,7 @@ _SITE = 8
 
 
 def source_of(host: str) -> bytes:
-    """Return the key by which connections of an address are counted.
+    """Return the key by which connections from address ``host`` are counted together.
 
     All of loopback is one source, and so is each /64 of IPv6.
     """
@@ -41,10 +41,13 @@ def source_of(host: str) -> bytes:
 
 
 def check_reach(hello: Hello, here: ProcessIdentity, address: str, seen_as: str, store: str) -> None:
-    """Check that the member can reach the store, which its process groups need.
+    """Check that a joining member can reach the store, which its process groups need.
 
-    :param here: this process. :param address: the member's address, as seen from here.
-    :param seen_as: the local address that the member connected to.
+    Connects nowhere; an observer passes, as it has no process groups.
+
+    :param hello: the member's first message. :param here: this process.
+    :param address: the member's address, as seen from here.
+    :param seen_as: the local address that the member connected to, for the hint.
     :param store: the address that the store listens on.
     :raises replicas.errors.Preflight: the member comes from another machine, and the
         store listens on loopback.
@@ -65,18 +68,22 @@ def check_reach(hello: Hello, here: ProcessIdentity, address: str, seen_as: str,
 
 
 class AllowedHosts:
-    """The host names that a port answers to: any, unless it listens on loopback.
-
-    :param host: listen host as written in the config.
-    :param address: the address that the socket is bound to.
-    """
+    """The host names that a port answers to: any, unless it listens on loopback."""
 
     def __init__(self, host: str, address: str) -> None:
+        """Allow every name, or on loopback only names of this machine and ``host``.
+
+        :param host: listen host as written in the config.
+        :param address: the address that the socket is bound to.
+        """
         self._any = not _is_loopback(address)
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
 
     def problem(self, values: Iterable[str]) -> Reason | None:
-        """Return why one of these values of Host and Origin is refused, or None."""
+        """Return why a request with these host names is refused; None if it is allowed.
+
+        :param values: of its headers Host and Origin.
+        """
         for name in map(_name, () if self._any else values):
             # no browser page can own an IP address
             if name not in self._names and not name.endswith(".localhost") and ip_address(name) is None:
@@ -88,7 +95,7 @@ class AllowedHosts:
 
 
 def _name(value: str) -> str:
-    """Return the host of ``host:port`` or ``scheme://host:port``."""
+    """Return the host of ``host:port`` or ``scheme://host:port``, in lower case."""
     rest = value.rpartition("://")[2]
     if rest.startswith("["):
         return rest[1:].partition("]")[0].lower()
@@ -96,13 +103,19 @@ def _name(value: str) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    """Return True for a loopback address, and for text that is not an IP address."""
+    """Return True for a loopback address, and for a text that is not an IP address.
+
+    Such a text is the path of a Unix socket.
+    """
     found = ip_address(address.partition("%")[0])
     return found is None or found.is_loopback  # a Unix socket has no IP address
 
 
 def _is_ours(address: str) -> bool:
-    """Return True if an interface of this network namespace has the address."""
+    """Return True if an interface of this machine (network namespace) has the address.
+
+    Tries to bind a socket to it, which is closed again.
+    """
     with tcp_socket(address) as sock:
         try:
             sock.bind((address, 0))

@@ -18,12 +18,15 @@ NOTE_LENGTH = 500
 
 
 def _info_nbytes(info: Mapping[str, str]) -> int:
-    """Return an upper limit of the texts' size in UTF-8."""
+    """Return an upper limit of the bytes of a member's ``info`` in UTF-8."""
     return sum(4 * (len(name) + len(text)) for name, text in info.items())
 
 
 def _under_way(channel: ChannelState, publish: Publish, now: float) -> PublishStatus:
-    """Return the status of one open publish."""
+    """Return the status of an open publish, with the members that it waits for.
+
+    :param now: loop time.
+    """
     names: list[str] = []
     state, latest, kept = publish.state, channel.commits.latest, 0
     if state == "packing":
@@ -49,10 +52,12 @@ def _under_way(channel: ChannelState, publish: Publish, now: float) -> PublishSt
 
 
 def channel_waits(channels: Iterable[ChannelState], now: float) -> dict[str, str]:
-    """Return texts of what channels and open publishes wait for, by name.
+    """Return, by name, texts of what each channel and open publish waits for.
 
     They continue "waits": ``{"version 7 of policy": "for rollout/0/0, 12 s at most"}``.
     A channel or publish that waits for nothing is left out.
+
+    :param now: loop time.
     """
     found = dict[str, str]()
     for channel in channels:
@@ -90,9 +95,11 @@ def _versions(channel: ChannelState) -> Iterator[VersionStatus]:
 
 
 def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
-    """Return the status of one channel at ``now``.
+    """Return the status of one channel, for pages and commands; change nothing.
 
-    The version is one that is on disk.
+    Its version is the newest whose commit is on disk.
+
+    :param now: loop time.
     """
     commits, told = channel.commits, channel.told
     # commits may be ahead of the disk, told never is

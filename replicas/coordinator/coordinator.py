@@ -114,6 +114,7 @@ class Coordinator:
         routes: Sequence[BaseRoute] = (),
         live: Callable[[], bool] | None = None,
     ) -> None:
+        """Check the arguments, and open the decision log; open no port yet."""
         needs.check()
         self._shapes = {
             arguments.name("groups: a name", name): _shape(f"groups[{shown(name)}]", one)
@@ -211,7 +212,7 @@ class Coordinator:
         await asyncio.shield(self._starting)
 
     async def _end_store(self) -> None:
-        """Stop a start of the store that is under way, and end its process."""
+        """Cancel a start of the store that is under way; end its process, and wait."""
         if self._starting is not None:
             await cancelled(self._starting)
         await self._store.aclose()
@@ -219,6 +220,7 @@ class Coordinator:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """End sessions, port, store and log; wait for the ends."""
         own_loop.unregister_loop(self)
         if self._tick is not None:
             await cancelled(self._tick)
@@ -262,7 +264,7 @@ class Coordinator:
         :raises errors.UsageError: it is in a thread already.
         """
         if self._thread is not None:
-            raise errors.UsageError("this coordinator was started in a thread before", hint="make a new one")
+            raise errors.UsageError("in_thread: this coordinator was started before", hint="make a new Coordinator")
         self._thread = LoopThread(self)
         return self._thread
 
@@ -320,7 +322,8 @@ class Coordinator:
         return self._book.of(channels, group, replica, generation, world, now, external=external)
 
     def expect(self, members: Mapping[str, Collection[Member]], told: Tally | None = None) -> None:
-        """Have recovery wait for these only; ``told``: counts of their events."""
+        """Name the members that recovery waits for, by channel. ``told``: counts of the
+        events of the run so far."""
         for name, channel in self.engine.channels.items():
             channel.recovery.expect(members.get(name, ()), (told or Tally()).commits.get(name, ()))
 
@@ -330,7 +333,7 @@ class Coordinator:
         return any(channel.recovery.active for channel in self.engine.channels.values())
 
     def joined(self, group: str) -> dict[int, frozenset[str]]:
-        """Ids of the processes (incarnations) of the group's replicas, by index."""
+        """Return ids (incarnations) of the processes that joined, by replica index."""
         found: dict[int, set[str]] = {}
         for channel in self.engine.channels.values():
             for replica, incarnations in channel.roster.joined(group).items():
@@ -338,26 +341,22 @@ class Coordinator:
         return {replica: frozenset(incarnations) for replica, incarnations in sorted(found.items())}
 
     def forget(self, group: str, replica: int) -> None:
-        """Treat later joins of this replica as a new start of it.
-
-        For replicas that the supervisor does not start: members that left in good order
-        are expected again, and a drain is over.
-        """
+        """Take later joins of this replica as a new start: members that have left are
+        expected again, and a drain is over. For replicas that the supervisor does not
+        start."""
         self.engine.change_all(lambda channel, now: channel.start_new_life(group, replica, now))
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
-        """Lose the replica's members at once, because its processes have ended."""
+        """Lose the members of this and earlier generations, whose processes ended."""
         self.engine.change_all(lambda channel, now: channel.end_replica(group, replica, generation, reason, now))
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
-        """Mark this generation as draining: new versions do not wait for it.
-
-        Its syncs in progress may finish (:meth:`busy`).
-        """
+        """Drain this generation (one start of a replica): new versions do not wait for
+        it, and its syncs in progress may finish (:meth:`busy`)."""
         self.engine.change_all(lambda channel, now: channel.set_draining(group, replica, generation, now))
 
     def busy(self, group: str, replica: int) -> str:
-        """Return the work that an end of the replica would interrupt now, or ""."""
+        """Return as text the work that an end of the replica would interrupt, or ""."""
         words = (channel.drains.busy(group, replica) for channel in self.engine.channels.values())
         return next((text for text in words if text), "")
 
@@ -366,33 +365,33 @@ class Coordinator:
         return channel_waits(self.engine.channels.values(), asyncio.get_running_loop().time())
 
     def progress(self, group: str, replica: int) -> tuple[int, ...]:
-        """Return the newest step, version and operations of each channel in a row."""
+        """Return the newest step, version and operation of each channel in a row."""
         return tuple(mark for channel in self.engine.channels.values() for mark in channel.marks.of(group, replica))
 
     def set_group(self, group: str, shape: GroupShape) -> None:
-        """Change the number of replicas or ranks of a group, or its members' lease."""
+        """Change a group's number of replicas or ranks, or its lease, everywhere."""
         shape = self._shapes[arguments.name("group", group)] = _shape("shape", shape)
         for channel in self.engine.channels.values():
             channel.roster.groups[group] = shape
             channel.marks.drop_replicas(group, shape.replicas)
 
     def channel_statuses(self) -> tuple[ChannelStatus, ...]:
-        """The state of each channel."""
+        """Return the status of each channel, with its counters, for pages."""
         now = asyncio.get_running_loop().time()
         channels = self.engine.channels.values()
         return tuple(self._tally.channel(channel_status(channel, now)) for channel in channels)
 
     def store_status(self) -> StoreStatus:
-        """The state of the store."""
+        """Return whether the store answers, its address, and how many keys it has."""
         host, port = self._store.address
         return StoreStatus(up=self._store.up, host=host, port=port, keys=self._store.keys)
 
     def refused(self) -> dict[str, int]:
-        """Number of refused connections and messages by reason, all reasons."""
+        """Return how many connections and messages were refused, for each reason."""
         return dict.fromkeys(REASONS, 0) | self.engine.refusals
 
     def sidecar_replacements(self) -> dict[str, int]:
-        """Number of sidecars that were killed and replaced, by reason."""
+        """Return how many sidecars were killed and replaced, by reason."""
         return dict(self._tally.sidecars)
 
 
@@ -400,7 +399,7 @@ class Coordinator:
 
 
 def _port_key(host: str, tls: object, certificate: object, key: object, home: Path | None) -> PortKey | None:
-    """Return the key of the control port, or None if it does not speak TLS."""
+    """Return the TLS key that Coordinator's arguments name or make; None for no TLS."""
     if tls not in ("auto", "on", "off"):
         raise errors.UsageError(f'tls must be "auto", "on" or "off", not {shown(tls)}')
     if tls == "off" or (tls == "auto" and certificate is None and is_loopback(host)):
@@ -413,7 +412,8 @@ def _port_key(host: str, tls: object, certificate: object, key: object, home: Pa
 
 
 def _tokens(given: object, port_key: PortKey | None, host: str) -> Tokens:
-    """Return the tokens, with the key of the port. Raise UsageError for another key."""
+    """Return the tokens in the argument ``token`` (or new ones), with the port's key in
+    them; raise UsageError if ``given`` is not a token, or names another key."""
     key = port_key.hash if port_key is not None else "" if is_loopback(host) else PLAIN
     if isinstance(given, Tokens):
         found = given
@@ -430,14 +430,14 @@ def _tokens(given: object, port_key: PortKey | None, host: str) -> Tokens:
 
 
 def _mapping(what: str, value: object) -> Mapping[Any, Any]:
-    """Return a mapping argument, empty for None, or raise UsageError."""
+    """Return the mapping ``value`` ({} for None); else UsageError about ``what``."""
     if value is not None and not isinstance(value, Mapping):
         raise errors.UsageError(f"{what} must be a mapping, not {shown(value)}")
     return value or {}
 
 
 def _shape(what: str, shape: object) -> GroupShape:
-    """Return the checked shape. An integer means that many replicas of one rank."""
+    """Return ``shape`` checked, or made from a number of replicas; or UsageError."""
     given = shape if isinstance(shape, GroupShape) else GroupShape(replicas=shape)  # type: ignore[arg-type]  # see below
     return GroupShape(
         replicas=arguments.integer(f"{what}: replicas", given.replicas, least=0, most=RANKS_MAX),
@@ -449,12 +449,12 @@ def _shape(what: str, shape: object) -> GroupShape:
 
 
 def _port(what: str, port: object) -> int:
-    """Return the argument if it is a port number; else raise UsageError."""
+    """Return ``port`` if it is a port number; else raise UsageError about ``what``."""
     return arguments.integer(what, port, least=0, most=65535)
 
 
 def _checked_routes(routes: Sequence[BaseRoute]) -> list[BaseRoute]:
-    """Return the routes as a list; raise UsageError if one is not a route."""
+    """Return the argument ``routes`` as a list; UsageError if one is not a route."""
     try:
         found = list(routes)
     except TypeError as error:

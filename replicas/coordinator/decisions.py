@@ -33,6 +33,7 @@ class DecisionLog:
     """
 
     def __init__(self, path: Path | None) -> None:
+        """Open, lock and read the file ``path``; None keeps all in memory."""
         self._path = path
         self._fd = -1
         self._size = 0
@@ -45,7 +46,12 @@ class DecisionLog:
             self._open(path)
 
     def _open(self, path: Path) -> None:
-        """Open and lock the file, read its decisions, and cut off a torn last line."""
+        """Open and lock the file, read its decisions, and cut off a torn last line.
+
+        :raises errors.UsageError: the folder or file is not private to this user.
+        :raises errors.WorldError: a line is damaged, or another coordinator has the
+            file.
+        """
         self._fd = self._locked(path)
         try:
             data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
@@ -62,7 +68,10 @@ class DecisionLog:
             raise
 
     def _locked(self, path: Path) -> int:
-        """Open and lock the file; return its descriptor. It is then still at ``path``.
+        """Create or open the file, and lock it; return its descriptor.
+
+        The locked file is the one that is at ``path`` now: a file that was replaced
+        before it was locked is closed, and the new one opened.
 
         :raises errors.UsageError: the folder or file is not private to this user.
         :raises errors.WorldError: another coordinator has it, or it cannot be locked.
@@ -71,7 +80,7 @@ class DecisionLog:
             try:
                 fd = private.open_file(path, os.O_RDWR | os.O_CREAT)
             except private.NotPrivate as error:
-                text = f"the decision log {path} cannot be kept there: {error.strerror}: {error.filename}"
+                text = f"the decision log {path} cannot be written: {error.strerror}: {error.filename}"
                 raise errors.UsageError(text, hint=error.hint) from error
             try:
                 self._lock(fd, path)
@@ -85,32 +94,41 @@ class DecisionLog:
 
     @staticmethod
     def _lock(fd: int, path: Path) -> None:
-        """Lock the file, or raise WorldError if another coordinator has it."""
+        """Lock an open file exclusively, without waiting.
+
+        :param path: of the file, for errors.
+        :raises errors.WorldError: another coordinator has the lock, or it cannot be
+            locked.
+        """
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
             raise errors.WorldError(
-                f"the decision log {path} is in use by another coordinator",
+                f"another coordinator uses the decision log {path}",
                 hint="give each coordinator a state_dir of its own, or end the other one first",
             ) from exc
         except OSError as exc:
             raise errors.WorldError(
-                f"the decision log {path} cannot be locked: {exc.strerror}", hint="put state_dir on a local disk"
+                f"the decision log {path} cannot be locked: {exc.strerror}", hint="name a state_dir on a local disk"
             ) from exc
 
     def _note(self, decision: Decision) -> None:
-        """Take a decision that is on disk."""
+        """Apply a decision that is on disk to the ledger of its channel, in memory."""
         self._ledgers.setdefault(decision.channel, Ledger()).apply(decision)
 
     def past(self, channel: str, epoch: int = 0) -> Past:
-        """Return a copy of a channel's ledger, and ``epoch`` as given.
+        """Return a copy of a channel's ledger, with ``epoch``, for a recovery.
 
-        :param epoch: the last epoch in use under an earlier coordinator.
+        :param epoch: the last epoch in use under an earlier coordinator; returned as
+            given.
         """
         return Past(copy.deepcopy(self._ledgers.get(channel, Ledger())), epoch)
 
     def append(self, decision: Decision) -> None:
-        """Write and sync one decision, then remember it. Blocks for the disk.
+        """Write one decision to the log, and wait until it is on the disk; blocks.
+
+        Then it counts in the ledgers. Without a file only that. A long file is
+        compacted.
 
         :raises OSError: the write failed; the log is unchanged, and the same decision
             can be appended again.
@@ -133,9 +151,9 @@ class DecisionLog:
             self._compact()
 
     def _compact(self) -> None:
-        """Replace the file by one with the entries that matter.
+        """Replace the file by a new one with the fewest decisions of the same effect.
 
-        If that fails, keep it.
+        The new one is locked and synced before. If that fails, keep the old one.
         """
         assert self._path is not None
         lines = b"".join(
@@ -172,7 +190,10 @@ class DecisionLog:
 
 
 def _sync_folder(path: Path) -> None:
-    """Sync the folder of ``path``: a power cut must not restore an older file."""
+    """Wait until the entry of ``path`` in its folder is on the disk.
+
+    Else a power cut could bring back an older file of that name.
+    """
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -184,7 +205,12 @@ def _sync_folder(path: Path) -> None:
 
 
 def _decoded(line: bytes, number: int, path: Path) -> Decision:
-    """Return the decision in line ``number`` of the log, or raise WorldError."""
+    """Return the decision in one line of the log.
+
+    :param number: of the line, from 1, for the error. :param path: of the log,
+        likewise.
+    :raises errors.WorldError: the line is damaged.
+    """
     try:
         return msgspec.json.decode(line, type=Decision)
     except MALFORMED as exc:

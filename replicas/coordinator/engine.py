@@ -79,6 +79,8 @@ class Engine:
         epochs: Mapping[str, int] | None = None,
         carry_port: int = 0,
     ) -> None:
+        """Restore the channels from ``decisions`` and ``epochs`` (last membership
+        numbers); send nothing. ``carry_port``: for pulls of versions between hosts."""
         self.decisions = decisions
         self._store = store
         self._keeper = MemoryHolder()
@@ -115,17 +117,17 @@ class Engine:
         decision: when it is on disk). It must not raise or block."""
 
     def subscribe(self, callback: Callable[[Event], None]) -> None:
+        """Have ``callback`` called on the loop with each event of the channels."""
         self._subscribers.add(callback)
 
     # ------------------------------------------------------------ sessions
 
     def open(self, hello: wire.Hello, connection: MemberConnection, address: str, seen_as: str = "") -> MemberSession:
-        """Bind a connection to the session of its incarnation; create one if needed.
+        """Bind a member's new connection to its session, or to a new session.
 
-        :param address: the member's address, as seen from here. :param seen_as: the
-            local address that it connected to.
-        :raises errors.ReplicasError: the Hello is refused.
-        :raises NotYet: the member must retry.
+        :param address: the member's, as seen from here. :param seen_as: ours, as seen
+            by it.
+        :raises errors.ReplicasError: it is refused. :raises NotYet: it must retry.
         """
         now = self._now()
         channel = self.hello_checks.channel(hello)
@@ -169,11 +171,12 @@ class Engine:
     def _attach(
         self, session: MemberSession, connection: MemberConnection, received: int, welcome: wire.Welcome
     ) -> None:
+        """Use ``connection``: send ``welcome``, then messages after ``received``."""
         session.attach(connection, received, welcome)
         connection.on_bytes = lambda: self._heard(session)
 
     def _heard(self, session: MemberSession) -> None:
-        """Renew the lease when a part of a message arrives: the rest may take long."""
+        """Renew the lease of a member that sent a part of a message; send an ack."""
         channel, now = self._channel(session.member), self._now()
         if channel is not None:
             channel.roster.note_heard(session.member, now)
@@ -181,7 +184,7 @@ class Engine:
                 session.send(wire.Ack())
 
     def detach(self, session: MemberSession, connection: MemberConnection) -> None:
-        """Note that the connection has ended; its member may reconnect."""
+        """Note that the member's connection has ended; the member may reconnect."""
         channel = self._channel(session.member)
         if session.detach(connection) and channel is not None:
             channel.roster.disconnected(session.member, self._now())
@@ -192,7 +195,7 @@ class Engine:
         return session.channel if session is not None else None
 
     def _fence(self, hello: wire.Hello) -> None:
-        """Send a replaced incarnation the reason, and close its session."""
+        """Tell ``hello``'s member that a later join replaced it; end its session."""
         session = self._sessions.get(hello.member)
         if session is not None:
             error = session.channel.roster.fenced_error(hello, heard=True)
@@ -200,12 +203,13 @@ class Engine:
         self._close_session(hello.member)
 
     def _close_session(self, member: Member) -> None:
+        """End the member's session, if it has one; queued messages are written."""
         session = self._sessions.pop(member, None)
         if session is not None:
             session.close()
 
     def _exited(self, session: MemberSession) -> None:
-        """Read the rest of the socket of an ended process, then lose the member."""
+        """Handle what an ended process has sent before, then lose its member."""
         if session.watch is not None:
             session.watch.close()
             session.watch = None
@@ -216,23 +220,23 @@ class Engine:
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self.lose, session.member, "exited")
 
     def lose(self, member: Member, reason: str) -> None:
-        """Remove the member; it can come back only by a new join."""
+        """Remove the member for this reason; it can come back only by a new join."""
         if (channel := self._channel(member)) is not None:
             channel.lose(member, reason, self._now())
             self._apply(channel)
 
     def change(self, channel: ChannelState, change: Callable[[ChannelState, float], None]) -> None:
-        """Call ``change(channel, now)``, and apply its effects."""
+        """Call ``change(channel, loop time)``; send and record what follows from it."""
         change(channel, self._now())
         self._apply(channel)
 
     def change_all(self, change: Callable[[ChannelState, float], None]) -> None:
-        """Call ``change(channel, now)`` for each channel, and apply its effects."""
+        """Call ``change(channel, loop time)`` for each channel; send and record."""
         for channel in self.channels.values():
             self.change(channel, change)
 
     def expel(self, session: MemberSession, error: errors.ReplicasError, reason: str) -> None:
-        """Lose a member that sent an invalid message; send it the reason first."""
+        """Send the member of a session ``error``, then lose it for ``reason``."""
         session.send(wire.Refused(wire.WireError.of(error)))
         self.lose(session.member, reason)
 
@@ -241,7 +245,7 @@ class Engine:
         self.change_all(lambda channel, _: channel.lanes.store_lost())
 
     def store_changed(self, up: bool) -> None:
-        """Note that the store has ended, or that a new one listens elsewhere."""
+        """Tell all channels that a store is ``up`` at a new address, or has ended."""
         for name in self.channels:
             self._subscribers.emit(StoreChanged(name, up))
         if up:
@@ -250,7 +254,7 @@ class Engine:
             self.without_store()
 
     def receive(self, session: MemberSession, frame: wire.MemberFrame) -> bool:
-        """Handle a frame. Return False if it is out of order: close the connection."""
+        """Handle a member's frame. Return False if it is out of order, to cut it."""
         member, channel = session.member, self._channel(session.member)
         if channel is None:
             return False
@@ -277,19 +281,19 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Release the memory that is held for the channels."""
+        """Cancel reads of manifests; release memory that is held for the channels."""
         for task in self._tasks:
             task.cancel()
         self._keeper.close()
 
     def refused(self, reason: str) -> None:
-        """Count a connection or message that was refused."""
+        """Count a connection or message that was refused for this reason."""
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
 
     # ------------------------------------------------------------ effects
 
     def _apply(self, channel: ChannelState) -> None:
-        """Apply the channel's effects; stop at a decision that cannot be recorded."""
+        """Send and record what the channel asks for; stop where the disk fails."""
         outlet = self._outlets[channel.config.name]
         outlet.due.extend(channel.take_effects())
         if outlet.applying:  # called by _do(): the loop below continues with it
@@ -306,15 +310,15 @@ class Engine:
             outlet.applying = False
 
     def _recorded(self, channel: ChannelState, outlet: _PendingEffects, decision: Decision) -> bool:
-        """Write the decision. Return False if that fails; the next tick retries."""
+        """Write the first decision of ``outlet`` to disk. Return False to retry."""
         outlet.tried_at = outlet.tried_at or self._now()
         decision = decision if decision.at else msgspec.structs.replace(decision, at=time.time())
         try:
             self.decisions.append(decision)
         except OSError as exc:
             if channel.told.disk_problem != str(exc):
-                channel.told.disk_problem = str(exc)
-                log.error("%s: cannot record version %d; retrying: %s", decision.channel, decision.version, exc)
+                channel.told.disk_problem, version, name = str(exc), decision.version, decision.channel
+                log.error("retrying to write the commit of version %d of channel %s to disk: %s", version, name, exc)
             return False
         outlet.due = deque(effects.with_commit(outlet.due, decision.version, self._now() - outlet.tried_at))
         channel.told.disk_problem, outlet.tried_at = "", 0.0
@@ -322,7 +326,7 @@ class Engine:
         return True
 
     def _do(self, channel: ChannelState, effect: Effect) -> None:
-        """Carry out one effect, or pass an event to the subscribers."""
+        """Carry out one effect (send, sweep, keep, ...); or pass on an event."""
         if self.tap is not None:
             self.tap(channel, effect)
         match effect:
@@ -355,37 +359,37 @@ class Engine:
                 elif isinstance(event, effects.SyncEnded):
                     channel.told.last = event.record
                 elif isinstance(event, effects.StepFell):
-                    text = '%s: version %d has meta["step"] = %s after %s: did its trainer lose its checkpoint?'
+                    text = 'channel %s: version %d has meta["step"] = %s, an earlier one had %s: was a checkpoint lost?'
                     log.warning(text, event.channel, event.version, event.step, event.before)
                 elif isinstance(event, effects.LoadFailed):
-                    what = "refused" if event.kept else "did not load"
-                    about = (event.channel, event.group, event.replica, what, event.version, event.reason)
-                    log.warning("%s: %s/%d %s version %d: %s", *about)
+                    what = "keeps its version and refuses" if event.kept else "failed to load"
+                    about = (event.group, event.replica, what, event.version, event.channel, event.reason)
+                    log.warning("%s/%d %s version %d of channel %s: %s", *about)
                 self._subscribers.emit(event)
 
     async def _read(self, channel: ChannelState, effect: effects.Read) -> None:
-        """Read manifests on another thread, and give the channel the result."""
+        """Read the manifests named by ``effect`` on a thread, for the channel."""
         found: Joined | errors.ReplicasError
         try:
             found = await asyncio.to_thread(read, effect)
         except errors.ReplicasError as error:
             found = error
         except Exception as error:
-            log.exception("a bug: a manifest of channel %s could not be read", channel.config.name)
+            log.exception("failing a publish on channel %s after a bug; please report this", channel.config.name)
             found = errors.InternalError(f"{type(error).__name__}: {error}")
         channel.read(effect, found, self._now())
         self._apply(channel)
 
     def _on_lost(self, event: effects.MemberLost) -> None:
         """Log a member's loss; tell the member the reason, and close its session."""
-        log.info("%s: %s is lost (%s)", event.channel, event.member, event.reason)
+        why = event.reason
+        log.info("removed %s from channel %s: %s", event.member, event.channel, effects.LOSS_WORDS.get(why, why))
         if event.reason == "fenced":
             return  # _fence sends the reason, after the Welcome of the new incarnation
         session = self._sessions.get(event.member)
         if session is not None and event.reason != "left":
-            error = errors.Fenced(
-                f"{event.member} was declared lost ({event.reason})", members=[event.member.name], hint="join again"
-            )
+            text = f"{event.member} was declared lost ({effects.LOSS_WORDS.get(why, why)})"
+            error = errors.Fenced(text, channel=event.channel, members=[event.member.name], hint="join again")
             session.send(wire.Refused(wire.WireError.of(error)))
         self._close_session(event.member)
 
@@ -395,11 +399,11 @@ class Engine:
         """Note that a member is heard, which ends a silence of all members."""
         grace_s = self._silence.end_silence(now)
         if grace_s:
-            log.warning("giving silent members %.1f s more, after a time in which no member was heard", grace_s)
+            log.warning("extending heartbeat timeouts by %.1f s, after a time in which no member was heard", grace_s)
             self._extend_leases(0.0, now, grace_s)
 
     def _extend_leases(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:
-        """Extend the leases of connected members on other hosts."""
+        """Add ``silence_s`` (and ``grace_s``) to the leases of remote members."""
         for channel in self.channels.values():
             channel.roster.extend_leases(self._remote_members, silence_s, now, grace_s=grace_s)
 
@@ -411,6 +415,7 @@ class Engine:
 
     @staticmethod
     def _now() -> float:
+        """Return the loop's time in seconds."""
         return asyncio.get_running_loop().time()
 
     async def tick_forever(self) -> None:
@@ -423,7 +428,7 @@ class Engine:
             pause_s = clock.measure_pause(now)
             clock.due = now + (SETTLE_S if pause_s else TICK_S)
             if pause_s:
-                log.warning("extending all leases by %.1f s, in which this process did not run", pause_s)
+                log.warning("extending all heartbeat timeouts by %.1f s, in which this process did not run", pause_s)
                 for channel in self.channels.values():
                     channel.roster.skip_pause(pause_s, now)
                 continue  # check leases after the sockets were read
@@ -436,4 +441,4 @@ class Engine:
                     channel.tick(now)
                     self._apply(channel)
                 except Exception:  # the deadlines and leases of all channels depend on this loop
-                    log.exception("a bug: the tick of channel %s failed", name)
+                    log.exception("continuing after a bug in the timers of channel %s; please report this", name)

@@ -22,11 +22,7 @@ class NotYet(Exception):
 
 
 class HelloChecks:
-    """Checks the Hellos of one run.
-
-    :param sessions: of all members; the caller keeps it up to date.
-    :param process: this process.
-    """
+    """Checks the Hellos of one run."""
 
     def __init__(
         self,
@@ -35,25 +31,30 @@ class HelloChecks:
         sessions: Mapping[Member, MemberSession],
         process: ProcessIdentity,
     ) -> None:
+        """Keep the mappings, which the caller keeps up to date.
+
+        :param sessions: of all members; the caller keeps it up to date.
+        :param process: this process.
+        """
         self.run = run
         self.process = process
         self._channels = channels
         self._sessions = sessions
 
     def channel(self, hello: wire.Hello) -> ChannelState:
-        """Return the channel that the member wants to join.
+        """Return the channel that the member wants to join, by its first message.
 
         :raises errors.ReplicasError: its protocol, run or channel is not ours.
         """
         if hello.protocol != wire.PROTOCOL:
             raise errors.UsageError(
-                f"the member speaks protocol {hello.protocol}, the coordinator {wire.PROTOCOL}",
+                f"this program speaks protocol {hello.protocol} of replicas, the coordinator protocol {wire.PROTOCOL}",
                 hint="install the same version of torch-replicas everywhere",
             )
         if hello.run and hello.run != self.run:
             raise errors.UsageError(
-                f'the member belongs to run "{hello.run}", this coordinator serves run "{self.run}"',
-                hint="check REPLICAS_ENDPOINT and REPLICAS_RUN",
+                f'this program belongs to run "{hello.run}", and the coordinator serves run "{self.run}"',
+                hint="correct REPLICAS_ENDPOINT, or REPLICAS_RUN",
             )
         channel = self._channels.get(hello.channel)
         if channel is None:
@@ -62,18 +63,19 @@ class HelloChecks:
         return channel
 
     def check_incarnation(self, hello: wire.Hello, channel: ChannelState) -> None:
-        """Raise Fenced for a Hello that names another member's incarnation.
+        """Raise Fenced if the Hello (first message) uses another member's incarnation.
 
-        All members know incarnations of others. An observer is another member, too.
+        An incarnation names one join; all members know those of others. A member that
+        comes back with its own on the same channel passes.
         """
         session = self._sessions.get(hello.member)
         owner = session.channel if session is not None else None
         state = owner.roster.get(hello.member) if owner is not None else None
         if state is not None and (owner is not channel or state.observes != hello.observe):
-            raise errors.Fenced(f"{hello.member} is another member's incarnation", members=[hello.member.name])
+            raise errors.Fenced(f"{hello.member} uses the identity of a member that lives", members=[hello.member.name])
 
     def replica(self, hello: wire.Hello, channel: ChannelState) -> int:
-        """Return the replica index for a rank 0 that asks for any.
+        """Return the replica index for a rank 0 that joins with ``replica="auto"``.
 
         It is the index that this process has already, on this channel (its Welcome was
         lost) or another one; otherwise the lowest free one. It is not reserved.
@@ -82,10 +84,10 @@ class HelloChecks:
         :raises errors.UsageError: the rank is not 0.
         """
         if hello.rank != 0:
-            text = f'replica="auto" is for rank 0 of a replica, not for rank {hello.rank}'
-            raise errors.UsageError(text, channel=hello.channel, hint="give it the index that rank 0 was given")
+            text = f'join: replica="auto" is for rank 0 of a replica, not for rank {hello.rank}'
+            raise errors.UsageError(text, channel=hello.channel, hint="pass the index that rank 0 was given")
         if channel.recovery.active:
-            raise NotYet("members of an earlier coordinator may come back for their indices")
+            raise NotYet("earlier members may reconnect, whose replica numbers must not be given away")
         for member in self._sessions:
             if member.incarnation == hello.incarnation:
                 return member.replica
@@ -95,9 +97,10 @@ class HelloChecks:
         return next(index for index in wanted if not channel.roster.replica(hello.group, index))
 
     def watch(self, hello: wire.Hello, member: Member) -> ProcessWatch | None:
-        """Return a watch of the member's process, not started yet.
+        """Return a watch of the joining member's process, which the caller starts.
 
-        Return None if the process is not of this machine, or cannot be watched.
+        It reports the process's end by a pidfd, and the caller must close it. Return
+        None if the process is not of this machine, or cannot be watched.
 
         :raises errors.Fenced: the process has ended already.
         """
@@ -107,7 +110,7 @@ class HelloChecks:
         try:
             return ProcessWatch(process, asyncio.get_running_loop())
         except ProcessLookupError:
-            raise errors.Fenced(f"{member}: process {process.pid} is already gone") from None
+            raise errors.Fenced(f"process {process.pid}, which joins as {member}, has already ended") from None
         except OSError as exc:
-            log.warning("%s: cannot watch its process (%s); its death is noticed when the lease expires", member, exc)
+            log.warning("not watching the process of %s (%s): only heartbeat_timeout notices its death", member, exc)
             return None

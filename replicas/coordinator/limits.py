@@ -61,6 +61,10 @@ class RateLimit:
     """The account of loop time of one connection, or of all strangers."""
 
     def __init__(self, now: float, share: float = LOOP_SHARE) -> None:
+        """Begin with a full account at loop time ``now``.
+
+        :param share: seconds of loop time that the account gets for each second.
+        """
         self._share = share
         self._account_s = LOOP_BURST_S
         self._at = now
@@ -69,9 +73,12 @@ class RateLimit:
         self.flooded = False
 
     def charge(self, used_s: float, now: float) -> float:
-        """Charge ``used_s``; return the seconds to pause the connection, usually 0.
+        """Take ``used_s`` of loop time from the account.
 
-        :param now: loop time. The account is refilled by the time since the last call.
+        Before, the account gets its share of the time since the last call. Return for
+        how many seconds the caller must not serve the connection, usually 0.
+
+        :param now: loop time.
         """
         self._account_s = min(LOOP_BURST_S, self._account_s + (now - self._at) * self._share)
         self._at = now
@@ -82,9 +89,12 @@ class RateLimit:
         return -self._account_s / self._share
 
     def after_message(self, used_s: float, now: float) -> float | None:
-        """Charge one message that was handled in ``used_s``.
+        """Charge one message of the connection, whose handling took ``used_s``.
 
-        Return None to continue, 0 to yield to other sessions, or the seconds to wait.
+        Return what the caller must do before it reads the next one: None means nothing,
+        0 yield to the loop once, else wait so many seconds.
+
+        :param now: loop time.
         """
         wait_s = self.charge(used_s + MESSAGE_S, now)
         self._messages += 1
@@ -99,6 +109,7 @@ class BoundedConnections(Generic[One]):
     """A set of at most ``most`` connections, and at most half of one source."""
 
     def __init__(self, most: int) -> None:
+        """Make an empty set for at most ``most`` connections."""
         self.most = most
         self._sources: dict[One, bytes] = {}
         self._by_source: dict[bytes, dict[One, None]] = {}
@@ -110,12 +121,15 @@ class BoundedConnections(Generic[One]):
         return one in self._sources
 
     def __iter__(self) -> Iterator[One]:
+        """Iterate over a copy, the oldest first: the set may change meanwhile."""
         return iter(tuple(self._sources))
 
     def add(self, one: One, source: bytes) -> One | None:
-        """Add a connection; return the oldest that it displaces, or None.
+        """Add a connection; return an older one that had to be removed for it, or None.
 
-        That one is removed from the set; the caller must close it.
+        The caller must close that one.
+
+        :param source: key of where it comes from; one source may have half of the set.
         """
         alike = self._by_source.get(source, {})
         gone = None
@@ -130,7 +144,7 @@ class BoundedConnections(Generic[One]):
         return gone
 
     def oldest(self) -> One | None:
-        """Return the connection that was added first, or None; do not remove it."""
+        """Return the connection that was added first, or None; it stays in the set."""
         return next(iter(self._sources), None)
 
     def discard(self, one: One) -> None:
@@ -166,7 +180,11 @@ def size_problem(data: bytes, *, first: bool = False) -> str | None:
 
 
 def hello_problem(hello: wire.Hello) -> str | None:
-    """Return why a Hello is not acceptable whose fields are valid, or None."""
+    """Return why a decoded Hello (a member's first message) is not accepted, or None.
+
+    Its names may not be valid, or its texts too long; the channel's rules are not
+    checked.
+    """
     for what in ("channel", "group", "incarnation"):
         if not bounds.is_name(getattr(hello, what)):
             return f"{getattr(hello, what)[: bounds.NAME_LENGTH]!r} is not a valid {what} name"

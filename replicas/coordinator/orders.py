@@ -11,10 +11,12 @@ from replicas.messages.version_orders import Steered, VersionOrder
 
 
 async def carry_out(engine: Engine, order: object) -> Steered:
-    """Carry out an order about versions; return when its decision is on disk.
+    """Give a channel an order about versions (promote, roll back, ...).
 
-    A rollback waits for publishes that have begun before it.
+    Return when the decision is on disk. A rollback waits for publishes that have begun
+    before it.
 
+    :param order: one of :mod:`replicas.messages.version_orders`; checked here.
     :raises errors.UsageError: this is not such an order, or there is no such channel,
         version, label or lease.
     :raises errors.ReplicasError: the order was refused.
@@ -30,6 +32,7 @@ async def carry_out(engine: Engine, order: object) -> Steered:
     answer: asyncio.Future[Steered] = asyncio.get_running_loop().create_future()
 
     def tell(outcome: Steered | errors.ReplicasError) -> None:
+        """Give the waiting caller ``outcome``, unless it no longer waits."""
         if answer.done():  # its sender no longer waits
             return
         if isinstance(outcome, errors.ReplicasError):

@@ -45,14 +45,20 @@ _TLS_HANDSHAKE = 0x16  # the first byte of a TLS connection
 
 @functools.lru_cache(maxsize=16)  # a text may have a name that a stranger has sent
 def answer(status: str, text: str) -> bytes:
-    """Return the bytes of a whole HTTP response that closes the connection."""
+    """Return the bytes of a whole HTTP response with a text; it closes the connection.
+
+    :param status: code and phrase: ``"400 Bad Request"``. :param text: its body.
+    """
     body = f"{text}\n".encode()
     head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
     return f"{head}Cache-Control: no-store\r\nConnection: close\r\n\r\n".encode() + body
 
 
 def values_of(head: bytes, wanted: bytes) -> list[bytes]:
-    """Return the values of a header, by its name in lower case, in a request head."""
+    """Return the values of one header in the bytes of a request head.
+
+    :param wanted: the header's name in lower case.
+    """
     lines = (line.partition(b":") for line in head.split(b"\n")[1:])
     return [value.strip() for name, _, value in lines if name.lower() == wanted]
 
@@ -63,9 +69,11 @@ def authorization_of(head: bytes) -> bytes:
 
 
 def names_of(head: bytes) -> list[str]:
-    """Return the names by which a request speaks to this port: its hosts and origins.
+    """Return the names by which a request calls this machine: its hosts and origins.
 
-    A host in its target replaces the header.
+    They are not checked. A host in the request's target replaces the header Host.
+
+    :param head: bytes of the request head.
     """
     found = _REQUEST.match(head)
     hosts = [found[1]] if found is not None and found[1] is not None else values_of(head, b"host")
@@ -73,18 +81,13 @@ def names_of(head: bytes) -> list[str]:
 
 
 def head_nbytes(data: bytes) -> int:
-    """Return the length of the request head, or 0 while it is incomplete."""
+    """Return the length of the request head at the start of ``data``; 0 if
+    incomplete."""
     return min((at + len(end) for end in _ENDS if (at := data.find(end)) >= 0), default=0)
 
 
 class PortRules:
-    """The access rules of one port, and the strangers connected to it.
-
-    :param refused: called with the reason for each connection that is refused.
-    :param knows: returns True for an Authorization header with a valid token.
-    :param hosts: the host names that a stranger's request may have.
-    :param live: result of ``GET /livez``, or None without that page.
-    """
+    """The access rules of one port, and the strangers connected to it."""
 
     def __init__(
         self,
@@ -93,6 +96,13 @@ class PortRules:
         hosts: AllowedHosts,
         live: Callable[[], bool] | None = None,
     ) -> None:
+        """Keep the rules; no connection is known yet.
+
+        :param refused: called with the reason for each connection that is refused.
+        :param knows: returns True for an Authorization header with a valid token.
+        :param hosts: the host names that a stranger's request may have.
+        :param live: result of ``GET /livez``, or None without that page.
+        """
         self.refused, self.is_valid_token, self.hosts = refused, knows, hosts
         self._live = live
         self.unproven: BoundedConnections[PortConnection] = BoundedConnections(UNPROVEN)
@@ -101,7 +111,10 @@ class PortRules:
         """Account of the requests of all strangers."""
 
     def answer_at_once(self, head: bytes) -> bytes | None:
-        """Return the response to a probe (``GET /livez``), None for other heads."""
+        """Return the response to a probe (``GET /livez``), or None for another request.
+
+        :param head: bytes of the request head.
+        """
         if self._live is None or not head.startswith(b"GET /livez HTTP/1."):
             return None
         status, text = "503 Service Unavailable", "the supervisor's event loop or store is stuck"
@@ -121,25 +134,26 @@ class Port(Protocol):
     connections: set[PortConnection]
 
     def pages(self, visit: PortConnection) -> asyncio.Protocol:
-        """Return a protocol that serves pages; its requests' scope has ``visit``."""
+        """Return a new protocol that serves HTTP pages on the connection ``visit``."""
 
     def serve(self, route: SocketRoute, websocket: WebSocket) -> None:
-        """Serve a WebSocket in its own task."""
+        """Start a task that serves a WebSocket by its route."""
 
     def turns_away(self, transport: asyncio.Transport) -> bytes:
-        """Return the response that refuses this connection, or ``b""`` if allowed."""
+        """Return the bytes of a response that refuses this connection, or ``b""``."""
 
 
 class PortConnection(asyncio.Protocol):
-    """The protocol of one connection until it becomes a WebSocket or closes.
-
-    :param source: its source, for limits. :param until: loop time by which its head
-        must be complete.
-    """
+    """The protocol of one connection until it becomes a WebSocket or closes."""
 
     transport: asyncio.Transport
 
     def __init__(self, port: Port, source: bytes, until: float) -> None:
+        """Begin without a transport; asyncio calls :meth:`connection_made`.
+
+        :param source: its source, for limits. :param until: loop time by which its head
+            must be complete.
+        """
         self._port = port
         self.rules = port.rules
         self._source = source
@@ -156,11 +170,11 @@ class PortConnection(asyncio.Protocol):
 
     @property
     def is_stranger(self) -> bool:
-        """True for a connection that has sent its request without a valid token."""
+        """True if it has sent a request without a valid token, and so is limited."""
         return self in self.rules.strangers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the time limit of the request head."""
+        """Keep the transport; limit the time in which the request head must come."""
         self.transport = cast("asyncio.Transport", transport)
         self.opening = None
         self._is_secure = transport.get_extra_info("sslcontext") is not None
@@ -170,14 +184,16 @@ class PortConnection(asyncio.Protocol):
     def add_to_limited(self, crowd: BoundedConnections[PortConnection]) -> None:
         """Add this connection to a set of limited size.
 
-        Abort the one that it displaces.
+        Abort one that must leave for it.
+
+        :param crowd: the set.
         """
         if (one := crowd.add(self, self._source)) is not None:
             self.rules.refused("too_many")
             one.cut()
 
     def data_received(self, data: bytes) -> None:
-        """Collect and check the request head; pass later bytes to the pages."""
+        """Collect and check the request head; pass later bytes to the HTTP pages."""
         if self._pages is not None:
             self._pages.data_received(data)
         elif not self.transport.is_closing():
@@ -185,12 +201,15 @@ class PortConnection(asyncio.Protocol):
             self._check_head()
 
     def _check_head(self) -> None:
-        """Check the part of the request that has arrived; answer a bad one."""
+        """Look at the part of the request head that has come.
+
+        Answer a malformed or oversized one with an error; handle a complete one.
+        """
         data, nbytes = self._head, head_nbytes(self._head)
         if data[0] == _TLS_HANDSHAKE:
             self._turn_away("tls", "400 Bad Request", "this port does not speak TLS")
         elif not data[:1].isalpha() or (nbytes and not _REQUEST.match(data)):  # a method has only letters
-            self._turn_away("malformed", "400 Bad Request", "this is not an HTTP request")
+            self._turn_away("malformed", "400 Bad Request", "this port speaks HTTP, and this is not an HTTP request")
         elif nbytes > HEAD_NBYTES or (not nbytes and len(data) >= HEAD_NBYTES):
             text = f"the request head exceeds the limit of {HEAD_NBYTES} bytes"
             self._turn_away("oversized", "431 Request Header Fields Too Large", text)
@@ -198,7 +217,12 @@ class PortConnection(asyncio.Protocol):
             self._handle_head(data[:nbytes])
 
     def _handle_head(self, head: bytes) -> None:
-        """Answer the request, or pass the connection to a WebSocket or the pages."""
+        """Answer a complete request head here, or give the connection to its handler.
+
+        The handler is a WebSocket, or uvicorn's protocol for HTTP pages.
+
+        :param head: bytes of the head.
+        """
         self._cancel_timer()
         if said := self._port.turns_away(self.transport) or self._immediate_answer(head):
             self._say(said)
@@ -215,7 +239,13 @@ class PortConnection(asyncio.Protocol):
         self._pages.data_received(data)
 
     def _immediate_answer(self, head: bytes) -> bytes:
-        """Return the answer to a probe or to a stranger over the limit, or ``b""``."""
+        """Return the response to a probe or a refused stranger; ``b""`` to go on.
+
+        A request without a token is counted among the strangers, and checked for its
+        host name.
+
+        :param head: bytes of the request head.
+        """
         rules = self.rules
         rules.unproven.discard(self)
         self._began = time.perf_counter() if self._is_secure else self._began
@@ -225,7 +255,7 @@ class PortConnection(asyncio.Protocol):
             return b""
         if self._is_secure and rules.pace.charge(REQUEST_S, self._loop.time()):  # without TLS the acceptor charges it
             rules.refused("too_many")
-            return answer("503 Service Unavailable", "too many requests without a token")
+            return answer("503 Service Unavailable", "too many requests without a token at once; try later")
         if problem := rules.hosts.problem(names_of(head)):
             rules.refused("host")
             return answer("403 Forbidden", problem)
@@ -233,7 +263,12 @@ class PortConnection(asyncio.Protocol):
         return b""
 
     def _upgrade(self, route: SocketRoute, head: bytes, rest: bytes) -> None:
-        """Turn the connection into a WebSocket, and serve it unless it is refused."""
+        """Turn the connection into a WebSocket.
+
+        Have it served unless the route refuses it.
+
+        :param head: the request. :param rest: bytes that came behind it.
+        """
         websocket = WebSocket(self.transport, self.remove_from_port)
         websocket.on_malformed = lambda: self.rules.refused("malformed")
         self.transport.set_protocol(websocket)
@@ -245,12 +280,16 @@ class PortConnection(asyncio.Protocol):
     # ------------------------------------------------------------ answers, and the end
 
     def _turn_away(self, reason: str, status: str, text: str) -> None:
-        """Count a refusal, answer with ``status`` and ``text``, and close."""
+        """Count a refusal, send an error response, and close the connection.
+
+        :param reason: one of :data:`replicas.coordinator.limits.REASONS`.
+        :param status: HTTP code and phrase. :param text: the response's body.
+        """
         self.rules.refused(reason)
         self._say(answer(status, text))
 
     def _say(self, data: bytes) -> None:
-        """Write the whole answer and close; abort if the peer does not read it."""
+        """Write ``data``, a whole response, and close; abort after 5 s if unread."""
         self._cancel_timer()
         self.transport.write(data)
         self.transport.close()
@@ -261,10 +300,10 @@ class PortConnection(asyncio.Protocol):
         self.rules.pace.charge(time.perf_counter() - self._began, self._loop.time())
 
     def finish(self, kind: str) -> None:
-        """Limit the time in which the peer must read the end of a response.
+        """Limit the time in which the peer must read the end of a response to 5 s.
 
-        :param kind: the ASGI scope's type; for ``websocket``, only leave the port's
-            sets.
+        :param kind: type of the ASGI scope; for ``websocket``, which is served
+            elsewhere now, only leave the port's sets.
         """
         if kind == "websocket":  # a route of the caller, whose protocol has the transport now
             self.remove_from_port()
@@ -290,14 +329,20 @@ class PortConnection(asyncio.Protocol):
             self._timer = None
 
     def _on_timeout(self) -> None:
-        """Cut the connection at the end of its time; count it if it sent a request."""
+        """Abort the connection when its time is over; the timer's function.
+
+        Counted as a refusal if it has sent a part of a request.
+        """
         self._timer = None
         if self._head or self._pages is not None:  # a browser's spare connection sends no request
             self.rules.refused("timeout")
         self.cut()
 
     def pause_writing(self) -> None:
-        """Start the time limit of a peer that does not read."""
+        """Abort the connection if its peer reads nothing for 5 s from now on.
+
+        The transport calls it when its buffer is full.
+        """
         self._start_timer(STALL_TIMEOUT_S)
         if self._pages is not None:
             self._pages.pause_writing()
@@ -309,11 +354,12 @@ class PortConnection(asyncio.Protocol):
             self._pages.resume_writing()
 
     def eof_received(self) -> None:
+        """Tell the HTTP pages, if they serve it, that the peer sends no more."""
         if self._pages is not None:
             self._pages.eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the pages, and leave the port's sets."""
+        """Tell the HTTP pages, if they serve it, of the end; leave the port's sets."""
         self._cancel_timer()
         if self._pages is not None:
             self._pages.connection_lost(exc)
@@ -337,9 +383,15 @@ class Pages:
     """
 
     def __init__(self, app: Any) -> None:
+        """Wrap the ASGI application ``app``."""
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one ASGI request by the wrapped application.
+
+        A stranger's response is charged to the strangers' account, and closes its
+        connection.
+        """
         visit: PortConnection = scope["state"].pop(KEY)
         raw = scope["raw_path"]
         if raw.lower().startswith((b"http://", b"https://")):
@@ -349,7 +401,12 @@ class Pages:
             scope = {**scope, "path": unquote(path.decode("latin-1")), "raw_path": path, "headers": headers}
 
         async def send_once(message: Any) -> None:
-            """At the start of a stranger's response charge it, and have it close."""
+            """Send a message of the response.
+
+            Charge a stranger at the response's start.
+
+            Its connection then closes after the response.
+            """
             if visit.is_stranger and message["type"] == "http.response.start":
                 visit.charge_answer()
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}

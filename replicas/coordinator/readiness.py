@@ -73,10 +73,11 @@ class ReadinessBook:
         *,
         external: bool = False,
     ) -> Readiness:
-        """Return the readiness of one generation of a replica; remember if it is ready.
+        """Return whether one generation of a replica is ready; remember that if it is.
 
-        :param world: the number of its ranks.
-        :param now: loop time.
+        :param channels: all channels of the run; those of other groups are skipped.
+        :param generation: the start of the replica that is asked about.
+        :param world: the number of its ranks. :param now: loop time.
         :param external: another launcher starts it; members of all generations count.
         """
         reasons: list[str] = []
@@ -140,9 +141,10 @@ class ReadinessBook:
         )
 
     def _behind(self, channel: ChannelState, group: str, replica: int, generation: int) -> list[str]:
-        """Return why its loaded version keeps a target from ready: one text or none.
+        """Return why its loaded version keeps a target from being ready: 0 or 1 texts.
 
-        Remember the generation if nothing does.
+        If nothing is in the way, this generation is remembered as having been ready;
+        after a partial load it is forgotten.
         """
         key = (channel.config.name, group, replica)
         told, round_ = channel.told, channel.load_rounds.of(group, replica)
@@ -163,9 +165,12 @@ class ReadinessBook:
 
 
 def _stranded(channel: ChannelState, ranks: Sequence[MemberState], left_at: float, now: float) -> Reason | None:
-    """Return why ranks wait for a version that they cannot get, or None.
+    """Return why ranks wait for a version that they can never get, or None.
 
-    :param left_at: when the last of the others left.
+    All ranks of a replica load a version together, so it cannot come once one has left.
+
+    :param ranks: the members of the replica that are left.
+    :param left_at: loop time when the last of the others left. :param now: loop time.
     """
     asking = [state for state in ranks if channel.load_rounds.wants(state.member, state.told)]
     if not asking or now - left_at < STRANDED_S:

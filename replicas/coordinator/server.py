@@ -68,6 +68,10 @@ class _Refusal(Exception):
     """
 
     def __init__(self, reason: str, text: str, code: int, *, final: bool = False) -> None:
+        """Keep a reason of ``REASONS``, a text for the peer, and a close code.
+
+        :param final: lose the member, and send it the text.
+        """
         super().__init__(text)
         self.reason, self.text, self.code, self.final = reason, text, code, final
 
@@ -80,14 +84,20 @@ def session_route(engine: Engine, tokens: Tokens) -> SocketRoute:
     """
 
     def refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
-        """Return status and text to refuse a request without a token, or None."""
+        """Return (HTTP status, text) to refuse a request, or None to accept it.
+
+        A request without a valid token is refused, and counted.
+        """
         if tokens.role_of(headers) is not None:
             return None
         engine.refused("token")
         return 401, tokens.refusal(headers)
 
     async def serve(websocket: WebSocket) -> None:
-        """Serve one session until its end, or until its token is retired."""
+        """Serve one member's session on ``websocket`` until its end.
+
+        The connection is cut when the token that it has shown is retired.
+        """
         with tokens.watched(websocket.headers, websocket.cut), contextlib.suppress(Ended):
             if tokens.role_of(websocket.headers) is not None:  # it may have ended since the request was accepted
                 await _serve(engine, websocket)
@@ -96,7 +106,10 @@ def session_route(engine: Engine, tokens: Tokens) -> SocketRoute:
 
 
 async def _serve(engine: Engine, websocket: WebSocket) -> None:
-    """Read the Hello, open its session, and handle its messages until the end."""
+    """Read the Hello, open the member's session, and handle its messages to the end.
+
+    A bad Hello is counted, answered with the reason, and ends the connection.
+    """
     try:
         hello = await _hello(websocket)
     except _Refusal as refusal:
@@ -118,14 +131,15 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
 
 
 def _refused_frame(error: errors.ReplicasError) -> bytes:
-    """Return the encoded frame that tells a member this error."""
+    """Return the encoded frame that tells a member the reason of a refusal."""
     return encode(ServerFrame(0, 0, Refused(WireError.of(error))))
 
 
 async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket) -> None:
-    """Read messages until the connection ends or the session leaves it.
+    """Handle a connection's messages until it ends, or the session has another one.
 
-    The session writes to the connection without this task.
+    Then the session is detached, and queued messages are written for up to 1 s. The
+    session writes to the connection without this task.
     """
     over = session.over
     reader = asyncio.create_task(_read(engine, session, websocket, over))
@@ -142,30 +156,34 @@ async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket
         if isinstance(ended, _Refusal):
             websocket.close(ended.code, ended.text)
         elif isinstance(ended, Exception):
-            log.error("a bug: the session of %s failed", session.member, exc_info=ended)
+            log.error("closing the connection of %s after a bug; please report this", session.member, exc_info=ended)
 
 
 async def _hello(websocket: WebSocket) -> Hello:
-    """Receive the first message, or raise _Refusal if it is not a valid Hello."""
+    """Wait for the first message, 5 s at most; return it, a valid Hello.
+
+    :raises _Refusal: it did not come, or is another message or not valid.
+    """
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             data = await websocket.receive()
     except TimeoutError:
-        text = f"no Hello within {HELLO_TIMEOUT_S:.0f} s"
+        text = f"no first message (Hello) within {HELLO_TIMEOUT_S:.0f} s"
         raise _Refusal("timeout", text, POLICY_VIOLATION) from None  # not final: this process may have been paused
     body = _decoded(data, first=True).body
     if not isinstance(body, Hello):
         text = f"the first message must be Hello, it was {type(body).__name__}"
         raise _Refusal("out_of_order", text, POLICY_VIOLATION, final=True)
     if (problem := hello_problem(body)) is not None:
-        raise _Refusal("malformed", f"not an acceptable Hello: {problem}", POLICY_VIOLATION, final=True)
+        raise _Refusal("malformed", f"the first message (Hello) is not valid: {problem}", POLICY_VIOLATION, final=True)
     return body
 
 
 def _decoded(data: bytes, *, first: bool = False) -> MemberFrame:
-    """Return the frame in ``data``, or raise _Refusal.
+    """Return the frame in ``data``, checked for size and form.
 
-    :param first: it must be the Hello.
+    :param first: it is the connection's first message, the Hello, with another limit.
+    :raises _Refusal: it is too large or malformed.
     """
     if (problem := size_problem(data, first=first)) is not None:
         raise _Refusal("oversized", problem, TOO_BIG, final=True)
@@ -177,8 +195,11 @@ def _decoded(data: bytes, *, first: bool = False) -> MemberFrame:
 
 
 async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, over: asyncio.Event) -> None:
-    """Handle the messages of a connection until it ends.
+    """Pass each message of a connection to the engine, until the connection ends.
 
+    A member that sends too much is read more slowly.
+
+    :param over: set when the session has left the connection.
     :raises _Refusal: the caller must close it. The refusal is counted, and the session
         of a final one has ended.
     """
@@ -204,22 +225,28 @@ async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, ov
         if pace.flooded and not told:
             told = True
             engine.refused("flood")
-            log.warning("%s exceeds its message rate; throttling", session.member)
+            log.warning("reading the messages of %s more slowly: more arrive than a member may send", session.member)
         if wait_s is not None:
             await asyncio.sleep(wait_s)
 
 
 def _refused(engine: Engine, session: MemberSession, refusal: _Refusal) -> None:
-    """Count bad input of a session; lose its member if final, or the third in a row."""
+    """Count and log bad input of a session's connection.
+
+    If it is final, or the third in a row, the member is lost, and is sent the reason.
+    """
     session.refused += 1
     engine.refused(refusal.reason)
-    log.warning("refusing input of %s: %s", session.member, refusal.text)
+    log.warning("refusing a message of %s: %s", session.member, refusal.text)
     if refusal.final or session.refused >= REFUSED_MAX:
         engine.expel(session, errors.UsageError(refusal.text, members=[session.member.name]), refusal.reason)
 
 
 def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
-    """Decode and check one message, and pass it to the engine, or raise _Refusal."""
+    """Decode and check one message, and pass it to the engine.
+
+    :raises _Refusal: it is malformed or out of order.
+    """
     frame = _decoded(data)
     if isinstance(frame.body, Hello):
         raise _Refusal("out_of_order", "a second Hello", POLICY_VIOLATION)
@@ -231,9 +258,9 @@ def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
 
 
 def bind_listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
-    """Return a new socket, not blocking, that listens at the address.
+    """Return a new, non-blocking TCP socket that listens at the address.
 
-    :param or_any: take any free port if ``port`` is in use.
+    :param or_any: take any free port if ``port`` is in use, and log that.
     :raises errors.WorldError: the address is not of this machine, or the port is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -256,21 +283,16 @@ def bind_listener(host: str, port: int, *, or_any: bool = False) -> socket.socke
         listener.close()
         why = why_not(exc, port)
         if not or_any or exc.errno != errno.EADDRINUSE:
-            hint = "choose another [control] listen, or leave it out: the run then takes any free port"
-            raise errors.WorldError(f"control: cannot listen on {host}:{port}: {why}", hint=hint) from exc
+            hint = "choose another address or port for control.listen, or leave it out: then any free port is taken"
+            raise errors.WorldError(f"control port: cannot listen on {host}:{port} ({why})", hint=hint) from exc
         listener = bind_listener(host, 0)
-        log.warning("control: listening on port %d, because %d is in use: %s", listener.getsockname()[1], port, why)
+        log.warning("serving the control port on %d, because %d is in use: %s", listener.getsockname()[1], port, why)
     listener.setblocking(False)
     return listener
 
 
 class Server:
-    """Serves HTTP, sessions and agents on one socket.
-
-    :param rules: of the port; they are told why a connection is refused.
-    :param turns_away: returns the answer that refuses a connection, or ``b""``.
-    :param tls: context of the port, or None for plain HTTP.
-    """
+    """Serves HTTP, sessions and agents on one socket."""
 
     def __init__(
         self,
@@ -281,6 +303,13 @@ class Server:
         turns_away: Callable[[asyncio.Transport], bytes] = lambda _: b"",
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        """Take over a listening socket; accept nothing before :meth:`start`.
+
+        :param routes: HTTP pages, and WebSockets (:class:`SocketRoute`).
+        :param rules: of the port; they are told why a connection is refused.
+        :param turns_away: returns the answer that refuses a connection, or ``b""``.
+        :param tls: context of the port, or None for plain HTTP.
+        """
         self._listener = listener
         self._acceptor: Acceptor | None = None
         self._tls = tls
@@ -312,14 +341,22 @@ class Server:
         self._acceptor = Acceptor(self._listener, self.rules, self._admit, tls=self._tls is not None)
 
     def _admit(self, sock: socket.socket, source: bytes, until: float) -> None:
-        """Start a task that opens the transport of a connection from the acceptor."""
+        """Start a task that serves a connection which the acceptor passes on.
+
+        :param source: key of where it comes from. :param until: loop time by which its
+            request head must be complete.
+        """
         visit = PortConnection(self, source, until)
         visit.opening = self._spawn(self._connect(sock, visit))
         if self._tls is not None:
             visit.add_to_limited(self.rules.unproven)
 
     async def _connect(self, sock: socket.socket, visit: PortConnection) -> None:
-        """Create the transport of an accepted socket, as asyncio's own server does."""
+        """Create the transport of an accepted socket; with TLS wait for the handshake.
+
+        :param visit: the protocol of the connection. If it cannot be opened, the socket
+            is closed, and a TLS failure is counted.
+        """
         sock.setblocking(False)
         times: dict[str, float] = {}
         if self._tls is not None:
@@ -335,11 +372,14 @@ class Server:
                 visit.remove_from_port()
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
-        """Start a task that :meth:`aclose` cancels."""
+        """Start a task for the coroutine ``work``; :meth:`aclose` cancels it."""
         return keep_until_done(asyncio.create_task(work), self._tasks)
 
     def pages(self, visit: PortConnection) -> asyncio.Protocol:
-        """Return uvicorn's protocol for one connection, as its own server makes it."""
+        """Return a new protocol of uvicorn that serves HTTP pages on one connection.
+
+        :param visit: the connection; the scope of each request refers to it.
+        """
         made = self._config.http_protocol_class(  # type: ignore[call-arg]  # any protocol, by its type
             config=self._config, server_state=self._uvicorn.server_state, app_state={KEY: visit}
         )
@@ -347,20 +387,20 @@ class Server:
         return made
 
     def serve(self, route: SocketRoute, websocket: WebSocket) -> None:
-        """Serve a WebSocket in its own task."""
+        """Start a task that serves a WebSocket by its route, and then closes it."""
         self._spawn(self._serve(route, websocket))
 
     async def _serve(self, route: SocketRoute, websocket: WebSocket) -> None:
-        """Serve a WebSocket by its route, and close it at the end."""
+        """Serve a WebSocket by its route, and close it when that returns or fails."""
         try:
             await route.serve(websocket)
         finally:
             websocket.close()
 
     async def aclose(self) -> None:
-        """Stop accepting.
+        """Stop accepting, and close the listener.
 
-        Abort all connections, end their tasks, and close the listener.
+        Abort all connections, and wait until their tasks have ended.
         """
         if self._acceptor is not None:
             self._acceptor.close()

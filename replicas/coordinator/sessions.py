@@ -55,20 +55,24 @@ class MemberConnection(Protocol):
         """Return the recent round-trip time in seconds, or 0 if unknown."""
 
     def write(self, messages: Sequence[bytes]) -> None:
-        """Write the messages. Do nothing on a closing connection."""
+        """Write the encoded messages, without waiting.
+
+        Do nothing on a closing connection.
+        """
 
 
 class Encoded:
     """Encodes a message once for consecutive sends to many members."""
 
     def __init__(self) -> None:
+        """Begin without a message."""
         self._message: FromCoordinator | None = None
         self._body = b""
 
     def of(self, message: FromCoordinator) -> bytes:
-        """Return the encoding of ``message`` without a frame.
+        """Return the encoding of ``message``, without the frame that numbers it.
 
-        Keep it for the next call.
+        It is kept, so that a call with the same object next is cheap.
         """
         if message is not self._message:
             self._message, self._body = message, encode_body(message)
@@ -79,6 +83,7 @@ class MemberSession:
     """The outbox and the message numbers of one member's session."""
 
     def __init__(self, member: Member, channel: ChannelState) -> None:
+        """Begin the session of ``member``, without a connection; send nothing."""
         self.member = member
         self.channel = channel
         self.received = 0
@@ -101,10 +106,12 @@ class MemberSession:
         """Called when the connection has ended and all its input was handled."""
 
     def attach(self, connection: MemberConnection, acknowledged: int, first: FromCoordinator) -> None:
-        """Switch to a new connection; the former one is left.
+        """Send over ``connection`` from now on.
 
-        It is sent ``first``, then the messages above ``acknowledged``, the last that
-        the member has received.
+        The former one is left to its server's task.
+
+        :param acknowledged: number of the last message that the member has received.
+        :param first: sent before the messages above that number.
         """
         self.over.set()
         self.over = asyncio.Event()
@@ -119,9 +126,11 @@ class MemberSession:
         self._flush_soon()
 
     def send(self, message: FromCoordinator, body: bytes | None = None) -> bool:
-        """Queue a message; return False if too much was unacknowledged before it.
+        """Queue a message for the member; the loop writes it in this iteration.
 
-        It is queued even then. Without a connection it waits for the next one.
+        Without a connection it waits for the next one. Return False if too much was
+        unacknowledged before it, so that the caller must drop the member; it is queued
+        even then.
 
         :param body: the encoded message, if there is one already.
         """
@@ -148,10 +157,10 @@ class MemberSession:
             self._unacknowledged_nbytes -= len(self._unacknowledged.popleft()[1])
 
     def accept(self, seq: int) -> bool | None:
-        """Record the number of a message that came.
+        """Record that the message number ``seq`` of the member came.
 
-        Return True if it is new, False if it is a repetition, None if one before it is
-        missing.
+        Return True if it is new, False for a repetition to ignore, and None if one
+        before it is missing, so that the connection must be closed.
         """
         if seq <= self.received:
             return False
@@ -168,7 +177,12 @@ class MemberSession:
             asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
-        """Write queued messages until the connection's write buffer is full."""
+        """Write queued messages until the connection's buffer is full.
+
+        Wake :meth:`written`.
+
+        Called on the loop, and by the connection when its buffer has room again.
+        """
         self._flush_due = False
         connection = self.connection
         while connection is not None and connection.takes_more() and (frames := self._next_frames()):
@@ -176,7 +190,11 @@ class MemberSession:
         self._news.set()
 
     def _next_frames(self) -> list[bytes]:
-        """Take messages from the queue, and return them as frames, or a due ack."""
+        """Remove messages from the queue, about 256 KiB at most; return them as frames.
+
+        A due acknowledgement is in each frame; if no message is queued, it gets its
+        own.
+        """
         frames: list[bytes] = []
         nbytes = 0
         while self._queue and nbytes < WRITE_NBYTES:
@@ -190,18 +208,21 @@ class MemberSession:
         return frames
 
     async def written(self, connection: MemberConnection) -> None:
-        """Wait until all messages queued for this connection were handed to it.
+        """Wait until the connection has taken all messages queued for it.
 
-        Return at once if the session has another connection. There is no time limit.
+        No time limit.
+
+        Return immediately if the session has another connection.
         """
         while self.connection is connection and (self._queue or self._ack_due):
             self._news.clear()
             await self._news.wait()
 
     def detach(self, connection: MemberConnection) -> bool:
-        """Note that the connection has ended, and call :attr:`on_detach`.
+        """Note that ``connection`` has ended: messages wait for the next one.
 
-        Return False, and do nothing, if another connection has replaced it.
+        Calls :attr:`on_detach`. Return False, and do nothing, if another connection has
+        replaced it.
         """
         present = self.connection is connection
         if present:
@@ -212,9 +233,9 @@ class MemberSession:
         return present
 
     def close(self) -> None:
-        """Let the server write the queued messages and end the connection.
+        """End the session; queued messages are still written.
 
-        End the watch.
+        The server then ends the connection. The watch of the member's process stops.
         """
         self.over.set()
         self._news.set()
@@ -232,6 +253,7 @@ class ProcessWatch:
     """
 
     def __init__(self, process: ProcessIdentity, loop: asyncio.AbstractEventLoop) -> None:
+        """Open a pidfd of the process, and check its start time; watch nothing yet."""
         self._loop = loop
         self._pidfd = os.pidfd_open(process.pid)  # from here on the pid cannot be given to another
         try:
@@ -242,12 +264,15 @@ class ProcessWatch:
             raise
 
     def close(self) -> None:
-        """Stop the watch; do nothing if it is closed. The process is left alone."""
+        """Close the pidfd, so that ``on_exit`` is not called.
+
+        A second call does nothing.
+        """
         if self._pidfd >= 0:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
 
     def start(self, on_exit: Callable[[], None]) -> None:
-        """Call ``on_exit`` when the process has ended, until :meth:`close`."""
+        """Have the loop call ``on_exit`` when the process ends, until :meth:`close`."""
         self._loop.add_reader(self._pidfd, on_exit)

@@ -38,12 +38,14 @@ STRAGGLER_S = 30.0
 
 
 class StoreWatcher:
-    """Owns the process of the master TCPStore, and replaces it when it fails.
-
-    :param on_change: called on the loop as ``on_change(up)``.
-    """
+    """Owns the process of the master TCPStore, and replaces it when it fails."""
 
     def __init__(self, bind: str, port: int, on_change: Callable[[bool], None]) -> None:
+        """Keep the arguments; nothing is started before :meth:`start`.
+
+        :param bind: address or host name to listen on. :param port: of the first store.
+        :param on_change: called on the loop as ``on_change(up)``.
+        """
         self._bind = bind
         self._port = port
         self._on_change = on_change
@@ -69,15 +71,16 @@ class StoreWatcher:
         return self._process.pid if self._process is not None else None
 
     async def resolve(self) -> None:
-        """Resolve the name to bind to, so that members can be given an address.
+        """Replace the host name to bind to by its IP address, to give to members.
 
-        :raises errors.WorldError: the name has no address here.
+        Waits for the name service. :raises errors.WorldError: the name has no address
+        here.
         """
         self._bind = await _resolved(self._bind)
         self.address = (self._bind, self._port)
 
     async def start(self) -> None:
-        """Start the process and wait until it listens.
+        """Start the store's process, wait until it listens, and watch it from then on.
 
         :raises errors.WorldError: it could not listen, or was not up within 60 s.
         """
@@ -86,8 +89,11 @@ class StoreWatcher:
         keep_until_done(asyncio.create_task(self._sweep_forever()), self._tasks)
 
     async def _spawn(self, port: int) -> None:
-        """Start one process, and report it as up once it listens.
+        """Start one store process, wait until it listens, and call ``on_change(True)``.
 
+        Sets :attr:`address`. A failed or cancelled start leaves no process.
+
+        :param port: to listen on; 0 lets the kernel choose.
         :raises errors.WorldError: it could not listen, or was not up in time.
         """
         self._life.start(asyncio.get_running_loop().time())
@@ -118,40 +124,43 @@ class StoreWatcher:
             raise
         if hello.error:
             await self._kill()
-            raise errors.WorldError(f"store: {hello.error}", hint=hello.hint or None)
+            raise errors.WorldError(f"rendezvous store: {hello.error}", hint=hello.hint or None)
         self.address = (self._bind, hello.port)
         self._life.ready()
         self._on_change(True)
 
     @staticmethod
     async def _read_first_message(process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> Reply:
-        """Return the process's first message, or one made here that has an error.
+        """Wait for the new process's first message, and return it.
 
-        The error says that none came in time, or that the process has ended.
+        If none comes in time, or the process ends, return a reply made here that has
+        the error.
         """
         try:
-            text = f"waiting up to {START_TIMEOUT_S:g} s for the process of the TCPStore to start"
+            text = f"waiting up to {START_TIMEOUT_S:g} s for the process of the rendezvous store to start"
             with say_if_slow(log.warning, text):
                 async with asyncio.timeout(START_TIMEOUT_S):
                     found = await _next(reader)
         except TimeoutError:
-            return Reply(0, error=f"the store process did not start within {START_TIMEOUT_S:g} s", hint=_SLOW)
+            return Reply(0, error=f"its process did not start within {START_TIMEOUT_S:g} s", hint=_SLOW)
         if found is not None:
             return found
         with contextlib.suppress(TimeoutError):  # it closed its end without exiting
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 await process.wait()
         ended = "ended" if process.returncode is None else f"ended with code {process.returncode}"
-        return Reply(0, error=f"the store process {ended} before it listened", hint="its standard error says why")
+        return Reply(0, error=f"its process {ended} before it listened", hint="see its error among the lines above")
 
     async def ask(self, prefixes: tuple[str, ...] = ()) -> Reply:
-        """Have the keys under the prefixes deleted; return the process's reply.
+        """Send the process a request, wait for the reply (5 s at most), and return it.
 
+        :param prefixes: keys of the store under these are deleted first; none is a
+            ping.
         :raises TimeoutError: no reply came. :raises ConnectionError: the store is down.
         """
         async with asyncio.timeout(REPLY_TIMEOUT_S), self._turn:
             if self._pipe is None or not self.up:
-                raise ConnectionError("the store is down")
+                raise ConnectionError("the rendezvous store is down")
             reader, writer = self._pipe
             request = Request(next(self._ids), prefixes)
             writer.write(msgspec.json.encode(request) + b"\n")
@@ -159,12 +168,16 @@ class StoreWatcher:
                 if reply.id == request.id:  # else it comes late: its request has timed out
                     self.keys = reply.keys
                     return reply
-        raise ConnectionError("the store has ended")
+        raise ConnectionError("the rendezvous store has ended")
 
     # ----------------------------------------------------------- watching and replacing
 
     async def _watch(self) -> None:
-        """Ping the process; replace it when it has ended or does not respond."""
+        """Ping the process for ever; when it has ended or does not respond, replace it.
+
+        Calls ``on_change(False)``, kills it, and starts another. A task of
+        :meth:`start`.
+        """
         while (process := self._process) is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PING_INTERVAL_S):
@@ -172,14 +185,14 @@ class StoreWatcher:
             if process.returncode is None:
                 if await self._answers():
                     continue
-                log.warning("TCPStore does not respond; replacing it")
+                log.warning("replacing the rendezvous store: its process (a TCPStore) does not respond")
             self._life.give_up()
             self._on_change(False)
             await self._kill()
             await self._respawn()
 
     async def _answers(self) -> bool:
-        """Return True if the process responds and is not full.
+        """Ping the process; return True if it responds and is not full.
 
         Asks again if this process was suspended meanwhile.
         """
@@ -195,11 +208,14 @@ class StoreWatcher:
                     continue
                 return False
             if reply.error:
-                log.warning("replacing the TCPStore: %s", reply.error)
+                log.warning("replacing the rendezvous store (a TCPStore): %s", reply.error)
             return not reply.error
 
     async def _respawn(self) -> None:
-        """Start stores, each on a new port, until one is up."""
+        """Start store processes, each on a new port, until one is up.
+
+        Wait longer each time.
+        """
         now = asyncio.get_running_loop().time
         while not self.up:
             self._life.ended(now())
@@ -207,35 +223,42 @@ class StoreWatcher:
             try:
                 await self._spawn(0)
             except (errors.WorldError, OSError) as error:
-                log.warning("retrying to start the TCPStore: %s", error)
+                log.warning("retrying to start the rendezvous store (a TCPStore): %s", error)
 
     def replace(self, address: tuple[str, int]) -> None:
-        """Kill the process if it listens at ``address``.
+        """Kill the store's process if it listens at ``address``.
 
-        The watch then starts another.
+        The watch starts another.
         """
         if self.up and address == self.address and self._process is not None:
-            log.warning("replacing the TCPStore at %s:%d: a process that is not a member writes into it", *address)
+            log.warning("replacing the rendezvous store at %s:%d: a process other than members wrote to it", *address)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
     # ------------------------------------------------------------ sweeping
 
     def sweep(self, prefix: str) -> None:
-        """Have the store's keys under ``prefix`` deleted soon, and again after 30 s.
+        """Have all keys under ``prefix`` deleted soon, and again after 30 s.
 
-        Returns at once.
+        Does not wait.
+
+        The second time is for keys that a dying process has written after the first.
         """
         self._sweep_soon(prefix)
         asyncio.get_running_loop().call_later(STRAGGLER_S, self._sweep_soon, prefix)
 
     def _sweep_soon(self, prefix: str) -> None:
-        """Queue a prefix, whose keys the process then deletes."""
+        """Queue a prefix of keys for :meth:`_sweep_forever`, and wake that."""
         self._sweeps.append(prefix)
         self._sweep_due.set()
 
     async def _sweep_forever(self) -> None:
-        """Have the process delete the keys under queued prefixes, again if it fails."""
+        """Have the process delete the keys under queued prefixes.
+
+        A task of :meth:`start`.
+
+        If the process does not answer, they stay queued.
+        """
         while True:
             await self._sweep_due.wait()
             self._sweep_due.clear()
@@ -244,12 +267,12 @@ class StoreWatcher:
                 await self.ask(tuple(prefixes))
             except (TimeoutError, ConnectionError):
                 self._sweeps += prefixes
-                log.info("postponing a sweep: the TCPStore does not respond")
+                log.info("deleting old keys of the rendezvous store later: it does not respond")
 
     # ------------------------------------------------------------ stopping
 
     async def _kill(self) -> None:
-        """SIGKILL the process, if there is one, and wait for its end."""
+        """Send the process, if there is one, SIGKILL; wait for its end, 5 s at most."""
         process, self._process = self._process, None
         if self._pipe is not None:
             self._pipe[1].close()
@@ -262,17 +285,20 @@ class StoreWatcher:
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 await process.wait()
         except TimeoutError:
-            log.error("the store process %d survives SIGKILL", process.pid)
+            log.error("leaving behind the process of the rendezvous store, %d: SIGKILL has not ended it", process.pid)
 
     async def aclose(self) -> None:
-        """End the process, and its keys with it."""
+        """End the process, and its keys with it; cancel the tasks that watch it."""
         self._life.stop()
         await cancelled(*self._tasks)
         await self._kill()
 
 
 async def _next(reader: asyncio.StreamReader) -> Reply | None:
-    """Return the next message of the store process, or None if it has ended."""
+    """Wait for the next message of the store's process; return None if it has ended.
+
+    None also stands for a message that is malformed.
+    """
     try:
         return msgspec.json.decode(await reader.readline(), type=Reply)
     except (ConnectionError, *MALFORMED):
@@ -280,7 +306,7 @@ async def _next(reader: asyncio.StreamReader) -> Reply | None:
 
 
 async def _resolved(host: str) -> str:
-    """Return the first IP address of ``host``.
+    """Return the first IP address of ``host``, by the name service; waits for it.
 
     :raises errors.WorldError: it has none, none came in time, or it means all
         addresses.
@@ -292,8 +318,8 @@ async def _resolved(host: str) -> str:
     except OSError as error:  # a TimeoutError is one, without words
         why = error.strerror or f"no answer within {_RESOLVE_S:g} s"
         hint = "choose another [store] bind, such as this machine's IP address"
-        raise errors.WorldError(f"store: {host} has no address here: {why}", hint=hint) from error
+        raise errors.WorldError(f"store.bind: no address is known here for {host} ({why})", hint=hint) from error
     address = str(found[0][4][0])
     if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
-        raise errors.WorldError(f"store: {host} means every address of this machine, so others cannot dial it")
+        raise errors.WorldError(f"store.bind: {host} means every address of this machine, so others cannot dial it")
     return address

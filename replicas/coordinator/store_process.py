@@ -78,7 +78,10 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def listen(bind: str, port: int) -> socket.socket:
-    """Return a new socket that listens at the address. Raises OSError."""
+    """Return a new TCP socket that listens at the address.
+
+    :raises OSError: the address is not of this machine, or the port is in use.
+    """
     listener = tcp_socket(bind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((bind, port))
@@ -87,9 +90,9 @@ def listen(bind: str, port: int) -> socket.socket:
 
 
 def check_reach(bind: str) -> None:
-    """Check that this address can be reached here, by a connection to a port of it.
+    """Check that ``bind`` can be reached here: connect to a temporary port of it.
 
-    :raises OSError: its network device is down.
+    Blocks for 5 s at most. :raises OSError: its network device is down.
     """
     with listen(bind, 0) as there, socket.socket(there.family, socket.SOCK_STREAM) as here:
         here.settimeout(_REACH_S)
@@ -97,7 +100,7 @@ def check_reach(bind: str) -> None:
 
 
 def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
-    """Delete all keys under these prefixes, and the stray ones."""
+    """Delete all keys of the store under these prefixes, and :data:`STRAY_KEYS`."""
     roots = tuple(f"{prefix}/" for prefix in prefixes)
     for key in store.list_keys():
         if key.startswith(roots) or key in STRAY_KEYS:
@@ -105,28 +108,29 @@ def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
 
 
 def replacement_reason(empty_nbytes: int) -> Reason | None:
-    """Return why the store must be replaced, or None while it serves.
+    """Return why this process is too full to continue as the store, or None.
 
     :param empty_nbytes: memory of this process when the store was empty.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     held = len(list(Path("/proc/self/fd").iterdir()))
     if held > limit - SPARE_DESCRIPTORS:
-        return f"{held} of {limit} descriptors are in use"
+        return f"its process has {held} of {limit} possible descriptors open"
     grown = data_nbytes() - empty_nbytes
-    return f"{grown >> 20} MiB of values are in it" if grown > MEMORY_NBYTES else None
+    return f"its values have grown to {grown >> 20} MiB" if grown > MEMORY_NBYTES else None
 
 
 def data_nbytes() -> int:
-    """Return the memory of this process in bytes, as RLIMIT_DATA counts it."""
+    """Return the bytes of this process that count for its limit RLIMIT_DATA."""
     pages = int(Path("/proc/self/statm").read_bytes().split()[5])
     return pages * resource.getpagesize()
 
 
 def bound_memory() -> int:
-    """Limit this process's growth to :data:`MEMORY_MAX_NBYTES`.
+    """Have the kernel limit this process's further growth.
 
-    Return its bytes now.
+    It may grow by :data:`MEMORY_MAX_NBYTES`; a lower limit that is set already stays.
+    Return the bytes that it has now.
     """
     now = data_nbytes()
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -137,10 +141,12 @@ def bound_memory() -> int:
 
 
 def serve(control: socket.socket, bind: str, port: int) -> int:
-    """Serve a TCPStore until the control socket closes; return the exit code.
+    """Serve a TCPStore until ``control``, the owner's socket, closes.
 
-    It answers requests on the control socket. 2: it cannot listen there, as a reply
-    says.
+    Return the exit code.
+
+    It answers requests on that socket, and blocks this process. The code is 0, or 2 if
+    it cannot listen at ``bind`` and ``port``, for which a reply has the error.
     """
     encode = msgspec.json.Encoder().encode
     try:
@@ -188,7 +194,7 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
 
 
 def main() -> int:
-    """Read the arguments, prepare this process and serve; return the exit code."""
+    """Read the command line, prepare this process and serve; return the exit code."""
     parser = argparse.ArgumentParser(description="The master TCPStore of a run.")
     parser.add_argument("--bind", required=True)
     for name in ("--port", "--control", "--parent"):

@@ -21,25 +21,26 @@ class Subscribers:
     """Calls its functions with each event, in the order in which they were added."""
 
     def __init__(self) -> None:
+        """Begin without functions."""
         self._callbacks: list[Callable[[Event], None]] = []
         self._ends = False
         """True if a function has ended the program."""
 
     def add(self, callback: Callable[[Event], None]) -> None:
-        """Call ``callback`` with each later event."""
+        """Have ``callback`` called with each later event, after those added before."""
         self._callbacks.append(callback)
 
     def emit(self, event: Event) -> None:
-        """Call each function with the event, here and now.
+        """Call each subscriber with the event, here and now; log what it raises.
 
-        Log its error, and call the next. A KeyboardInterrupt or SystemExit of one on
-        the main thread ends the loop afterwards.
+        A KeyboardInterrupt or SystemExit of one, on the main thread, ends the program's
+        event loop afterwards, once.
         """
         for callback in self._callbacks:
             try:
                 callback(event)
             except BaseException as error:  # of the program: the caller's work must be completed
-                log.exception("a subscriber failed on %r", event)
+                log.exception("going on after a subscriber of the events failed on %r", event)
                 ends = isinstance(error, (KeyboardInterrupt, SystemExit)) and not self._ends
                 if ends and threading.current_thread() is threading.main_thread():
                     self._ends = True  # once: the program cleans up after it on this loop

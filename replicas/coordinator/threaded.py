@@ -31,6 +31,7 @@ class LoopThread(Generic[T]):
     """
 
     def __init__(self, what: T) -> None:
+        """Keep the context manager ``what``; :meth:`start` starts the thread."""
         self._what = what
         self._pid = os.getpid()
         self._opened, self._over = Latch(), Latch()
@@ -42,23 +43,30 @@ class LoopThread(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="replicas-coordinator", daemon=True)
 
     def __enter__(self) -> T:
+        """Start the thread.
+
+        Return ``what``, once it is entered on the thread's loop.
+        """
         self.start()
         return self._what
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Leave ``what`` with this error, end the thread, and wait for that."""
         self.close(error)
 
     def start(self) -> None:
-        """Start the thread, and wait until ``what`` is entered on its loop.
+        """Start the thread with its event loop; wait until ``what`` is entered there.
 
-        :raises errors.WorldError: that took too long. An error of entering it is
+        :raises errors.WorldError: that took more than 120 s. An error of entering it is
             raised, too.
         """
         atexit.register(self.close)
         try:
             self._thread.start()
             if not self._opened.wait(START_TIMEOUT_S):
-                raise errors.WorldError(f"the coordinator has not started within {START_TIMEOUT_S:g} s")
+                raise errors.WorldError(
+                    f"the coordinator has not started within {START_TIMEOUT_S:g} s; its log says why"
+                )
             if self._over.is_set and self._error is not None:
                 raise self._error
         except BaseException as error:
@@ -66,11 +74,12 @@ class LoopThread(Generic[T]):
             raise
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave ``what``, with ``error`` if given, and end the thread.
+        """Leave ``what`` on its loop, end the thread, and wait for that, 30 s at most.
 
-        Does nothing when closed. If an interrupt ends the wait, a second call waits
-        again, as does the end of the process.
+        Does nothing when closed, or in a forked child. If an interrupt ends the wait, a
+        second call waits again, as does the end of the process.
 
+        :param error: passed to the exit of ``what``; with it, no other error is raised.
         :raises errors.InternalError: its loop had ended before, or does not end.
         """
         if self._pid != os.getpid() or self._closed:  # a forked child has no such thread
@@ -90,7 +99,10 @@ class LoopThread(Generic[T]):
             raise self._error
 
     def _run(self) -> None:
-        """Run the event loop; keep the error that ends it, and wake the waiters."""
+        """Run the event loop to its end; the thread's function.
+
+        Keep the error that ends it for :meth:`start` or :meth:`close`, and wake both.
+        """
         try:
             asyncio.run(self._live())
         except BaseException as error:  # raised by start() or close()
@@ -104,7 +116,10 @@ class LoopThread(Generic[T]):
             self._opened.set()
 
     async def _live(self) -> None:
-        """Enter ``what``, hold it open until :meth:`close` is called, and leave it."""
+        """Enter ``what``, hold it open until :meth:`close` is called, and leave it.
+
+        Runs on the thread's event loop.
+        """
         self._stop = asyncio.Event()
         self._loop = loop = asyncio.get_running_loop()
         loop.set_exception_handler(_log_exception)  # asyncio's own logger has handlers of the program
@@ -120,5 +135,5 @@ class LoopThread(Generic[T]):
 
 
 def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error that reached the event loop's exception handler."""
+    """Log an error of a callback or task; the loop's exception handler."""
     log.error("%s", context.get("message"), exc_info=context.get("exception"))

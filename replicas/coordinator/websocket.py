@@ -54,17 +54,13 @@ class Ended(Exception):
     """
 
     def __init__(self, *, too_big: bool = False) -> None:
+        """Make the exception; ``too_big`` if a frame larger than allowed ended it."""
         super().__init__("the connection has ended")
         self.too_big = too_big
 
 
 class SocketRoute(BaseRoute):
-    """A path of the control port at which WebSockets are served.
-
-    :param refusal: given a request's headers (names in lower case), returns None to
-        upgrade it, or status and text to refuse it.
-    :param serve: serves one connection, which is closed when this returns.
-    """
+    """A path of the control port at which WebSockets are served."""
 
     def __init__(
         self,
@@ -72,6 +68,12 @@ class SocketRoute(BaseRoute):
         refusal: Callable[[Mapping[str, str]], tuple[int, str] | None],
         serve: Callable[[WebSocket], Awaitable[None]],
     ) -> None:
+        """Keep the path and both functions.
+
+        :param refusal: given a request's headers (names in lower case), returns None to
+            upgrade it, or status and text to refuse it.
+        :param serve: serves one connection, which is closed when this returns.
+        """
         self.path, self.refusal, self.serve = path, refusal, serve
 
 
@@ -82,6 +84,7 @@ class _Inbox:
     """
 
     def __init__(self) -> None:
+        """Begin empty."""
         self._fragments: list[bytes] = []
         self._messages: deque[bytes] = deque()
         self._news = asyncio.Event()
@@ -91,9 +94,10 @@ class _Inbox:
         return len(self._messages)
 
     def keep(self, frame: Frame) -> bool:
-        """Add a data frame, which may complete a message.
+        """Add a data frame; the last frame of a message completes it for :meth:`next`.
 
-        Return False if its message has too many fragments.
+        Return False if the message has more than :data:`FRAGMENTS` frames: the caller
+        must cut the connection.
         """
         self._fragments.append(_NO_MESSAGE if frame.opcode is Opcode.TEXT else bytes(frame.data))
         if frame.fin:
@@ -109,7 +113,10 @@ class _Inbox:
         self._news.set()
 
     async def next(self) -> bytes | None:
-        """Wait for the next message and remove it; return None if no more will come."""
+        """Remove the next whole message and return it; wait until there is one.
+
+        Return None if the connection has ended and all messages were returned.
+        """
         while not self._messages:
             if self.ended:
                 return None
@@ -123,13 +130,16 @@ class _Inbox:
 class WebSocket(asyncio.BufferedProtocol):
     """The protocol of one connection, from its request on.
 
-    :param left: called when the connection has ended.
     :ivar headers: of its request, with names in lower case.
     """
 
     headers: Mapping[str, str]
 
     def __init__(self, transport: asyncio.Transport, left: Callable[[], None]) -> None:
+        """Take over an open transport; the upgrade request comes to :meth:`open`.
+
+        :param left: called when the connection has ended.
+        """
         self._transport = transport
         self._left = left
         self._loop = asyncio.get_running_loop()
@@ -148,11 +158,11 @@ class WebSocket(asyncio.BufferedProtocol):
     # ------------------------------------------------------------ the request
 
     def open(self, head: bytes, judge: Callable[[Mapping[str, str]], tuple[int, str] | None]) -> bool:
-        """Answer the HTTP request; return True if the WebSocket is open.
+        """Answer the HTTP request that asks for a WebSocket; return True if it is open.
 
-        Return False if ``judge`` refuses the request or it is malformed: the connection
-        closes.
+        Return False if it is refused or malformed; the connection then closes.
 
+        :param head: bytes of the request head.
         :param judge: given the headers, returns ``(status, text)`` to refuse, or None.
         """
         self._conn.receive_data(head)
@@ -187,10 +197,15 @@ class WebSocket(asyncio.BufferedProtocol):
         return self._buffer
 
     def buffer_updated(self, nbytes: int) -> None:
+        """Parse ``nbytes`` bytes that asyncio has read into the buffer."""
         self.feed_bytes(bytes(self._buffer[:nbytes]))
 
     def feed_bytes(self, data: bytes) -> None:
-        """Parse the bytes, queue whole messages, and charge the time."""
+        """Parse received bytes: queue whole messages for :meth:`receive`, answer pings.
+
+        The time is charged to :attr:`pace`, which may pause reading. Too many fragments
+        abort the connection.
+        """
         began = time.perf_counter()
         self._conn.receive_data(data)
         for frame in self._conn.events_received():
@@ -211,21 +226,27 @@ class WebSocket(asyncio.BufferedProtocol):
         self._regulate()
 
     def _rested(self) -> None:
-        """Resume reading after a pause that the account has demanded."""
+        """Resume reading after a pause for which :attr:`pace` has asked.
+
+        A timer's function.
+        """
         self._resting = None
         self._regulate()
 
     def _regulate(self) -> None:
-        """Pause or resume reading from the transport."""
+        """Pause or resume reading from the transport.
+
+        Reading pauses while many messages are unhandled, or the account is overdrawn.
+        """
         paused = self._inbox.full or self._resting is not None
         if paused is not self._paused and not self._transport.is_closing():
             self._paused = paused
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     async def receive(self) -> bytes:
-        """Wait for the next message and return it.
+        """Wait for the next message of the peer, and return its bytes.
 
-        Raise Ended at the connection's end.
+        :raises Ended: the connection has ended, and all its messages were returned.
         """
         message = await self._inbox.next()
         if message is None:
@@ -234,10 +255,11 @@ class WebSocket(asyncio.BufferedProtocol):
         return message
 
     def eof_received(self) -> None:
+        """Note that the peer sends no more; asyncio then closes the transport."""
         self._inbox.end()
 
     def connection_lost(self, _: Exception | None) -> None:
-        """End the inbox and a pause of reading; call ``left``."""
+        """End :meth:`receive` after the last message, and call ``left``."""
         if self._resting is not None:
             self._resting.cancel()
         self._inbox.end()
@@ -251,7 +273,7 @@ class WebSocket(asyncio.BufferedProtocol):
 
     @property
     def unread_nbytes(self) -> int:
-        """Written bytes that have not left this process."""
+        """Bytes that were written and are still in the transport's buffer."""
         return self._transport.get_write_buffer_size()
 
     def rtt_s(self) -> float:
@@ -259,23 +281,29 @@ class WebSocket(asyncio.BufferedProtocol):
         return round_trip_s(self._transport.get_extra_info("socket"))
 
     def pause_writing(self) -> None:
-        """Note that the write buffer is full."""
+        """Note that the write buffer is full; the transport calls it."""
         self._writable = False
 
     def resume_writing(self) -> None:
-        """Note that the write buffer has room; call :attr:`on_writable`."""
+        """Note that the write buffer has room, and call :attr:`on_writable`."""
         self._writable = True
         self.on_writable()
 
     def write(self, messages: Sequence[bytes]) -> None:
-        """Queue the messages on the transport; do nothing on a closing connection."""
+        """Write the messages to the transport, without waiting.
+
+        Do nothing on a closing connection.
+        """
         if self._conn.state is State.OPEN and not self._transport.is_closing():
             for message in messages:
                 self._conn.send_binary(message)
             self._write_out()
 
     def _write_out(self) -> None:
-        """Write the protocol's pending bytes; close the transport after the last."""
+        """Write the bytes that the WebSocket protocol has ready to the transport.
+
+        If they are the last ones, close the transport, and abort it after 1 s.
+        """
         parts = self._conn.data_to_send()
         if not self._transport.is_closing():
             self._transport.write(b"".join(parts))
@@ -286,9 +314,11 @@ class WebSocket(asyncio.BufferedProtocol):
     # ------------------------------------------------------------ the end
 
     def close(self, code: int = 1000, text: str = "") -> None:
-        """Start to close the connection; abort it if the peer does not answer in time.
+        """Start to close the connection.
 
-        :param code: WebSocket close code, with ``text`` as its reason.
+        After 1 s abort it if the peer does not answer.
+
+        Does not wait. :param code: WebSocket close code, with ``text`` as its reason.
         """
         if self._conn.state is State.OPEN:
             # the limit may cut a character

@@ -69,7 +69,11 @@ class ChannelState:
         carry_port: int = 0,
         wall_offset_s: float = 0.0,
     ) -> None:
-        """:param secret: the coordinator's secret, from which those of lanes derive.
+        """Start without members, with the decisions of earlier coordinators (``past``).
+
+        :param term: number of this coordinator's life.
+        :param store: returns the address of the store of process groups.
+        :param secret: the coordinator's secret, from which those of lanes derive.
         :param here: boot id and beacon of this process, if it can hold the memory of
             members.
         :param carry_port: the first port at which a carrier may listen; 0: any.
@@ -111,16 +115,21 @@ class ChannelState:
     # ------------------------------------------------------------ calls of the engine
 
     def take_effects(self) -> list[Effect]:
-        """Return the effects since the last call, in order, and clear them."""
+        """Return the effects (actions for the engine) since the last call, in order.
+
+        They are removed from this object.
+        """
         effects, self.out[:] = list(self.out), []
         return effects
 
     def join(self, hello: wire.Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
-        """Add a new incarnation; return its state and that of the one that it fences.
+        """Add the member that a Hello describes, and take the steps that it allows.
 
-        The second is None if there is none. That one, and others that it replaces, are
-        lost.
+        Return its state, and that of the earlier incarnation of the same rank, or None.
+        That one is lost, and so are members of older generations and silent targets of
+        the same server. The new member is not live until the channel's work allows it.
 
+        :param address: IP address of the member, as the coordinator sees it.
         :raises errors.ReplicasError: the Hello is refused; nothing has changed.
         """
         state, older = self.roster.add(hello, address, now)
@@ -152,7 +161,10 @@ class ChannelState:
         return state, older
 
     def welcome(self, state: MemberState, received: int) -> wire.Welcome:
-        """Return a member's Welcome; ``received``: its messages received so far."""
+        """Return a member's Welcome, for the caller to send.
+
+        :param received: number of the last message that came from the member.
+        """
         return wire.Welcome(
             term=self.term,
             settings=self.roster.welcome_settings(state),
@@ -166,6 +178,8 @@ class ChannelState:
 
     def lose(self, member: Member, reason: str, now: float) -> None:
         """Remove a lost member, start a new epoch, and continue its work without it.
+
+        Do nothing if the member is unknown.
 
         :param reason: a key of ``LOSS_WORDS`` or another text; ``left``: in good order.
         """
@@ -198,7 +212,11 @@ class ChannelState:
         self._advance_all(now)
 
     def receive(self, member: Member, message: FromMember, now: float) -> None:
-        """Handle a message of a member. Messages must come in the order of sending."""
+        """Handle a message of a member, and take the steps that it makes possible.
+
+        Messages must come in the order of sending. Those of unknown members are
+        ignored.
+        """
         state = self.roster.get(member)
         if state is None:
             return
@@ -208,7 +226,7 @@ class ChannelState:
         self._advance_all(now)
 
     def tick(self, now: float) -> None:
-        """Check leases and deadlines; call it regularly."""
+        """Lose members whose lease is over, and check all deadlines; call regularly."""
         for state in self.roster.expired(now):
             self.lose(state.member, "lease", now)
         self.roster.update_patience(now)
@@ -223,7 +241,7 @@ class ChannelState:
         self._advance_all(now)
 
     def read(self, effect: Read, found: Joined | errors.ReplicasError, now: float) -> None:
-        """Take the result of a :class:`~replicas.core.base.effects.Read` effect.
+        """Store the result of a Read effect, for which manifests were decoded.
 
         :param found: the joined manifest, or the error of reading it.
         """
@@ -231,25 +249,30 @@ class ChannelState:
         self._advance_all(now)
 
     def order(self, order: VersionOrder, sender: Sender, now: float) -> None:
-        """Carry out an order about versions.
-
-        :param sender: a member with its number of the order, or a function that a
-            ``Reply`` calls with the outcome.
-        """
+        """Check and carry out an order about versions: promote, roll back, label, ...
+        The outcome is queued for ``sender``, now or after a commit: a member with its
+        number of the order, or a function that a ``Reply`` calls with the outcome."""
         self.steering.order(order, sender, now + self._wall_offset_s)
         self._advance_all(now)
 
     def store_moved(self, now: float) -> None:
-        """Restart process groups that were forming over a store that was replaced."""
+        """Form process groups again that were forming over the previous store."""
         self.operations.store_moved(now)
         self._advance_all(now)
 
     def waits(self, member: Member) -> bool:
-        """Return True if a request of the member still waits for other members."""
+        """Return True if a request of the member still waits for other members.
+
+        That is an ask for a version, a report that it can load one, or an operation.
+        """
         return self.load_rounds.asks(member) or self.lockstep.waits(member) or self.operations.matching.waits(member)
 
     def end_replica(self, group: str, replica: int, generation: int, reason: str, now: float) -> None:
-        """Lose members of this and earlier generations, whose processes have ended."""
+        """Lose a replica's members, as its supervisor says that their processes ended.
+
+        :param generation: this and earlier ones have ended; later members stay.
+        :param reason: why, as for :meth:`lose`.
+        """
         self.recovery.stop_expecting(group, replica, reason)
         for state in self.roster.replica(group, replica):
             if state.hello.generation <= generation:  # a later one may be here already
@@ -262,7 +285,7 @@ class ChannelState:
         self._advance_all(now)
 
     def start_new_life(self, group: str, replica: int, now: float) -> None:
-        """Begin a new life of a replica: expect all its ranks, and stop draining it."""
+        """Prepare for a replica's new start: expect all its ranks, end its drain."""
         self.roster.history.left.pop((group, replica), None)  # expect these ranks again
         self.drains.end(group, replica)
         self.lockstep.touch((group, replica))
@@ -275,7 +298,8 @@ class ChannelState:
         return bool(self.commits.publishes.queue or self.roster.waiting(now))
 
     def view(self, group: str, replica: int) -> ReplicaView:
-        """Return a target replica's ranks that carry bytes, and their full number."""
+        """Return a target replica's present ranks that receive bytes themselves, and
+        the number of such ranks in a complete replica."""
         ranks = [s for s in self.roster.replica(group, replica) if s.is_target and s.carries]
         ranks.sort(key=lambda state: state.member)
         party = next((party for party in self.config.targets if party.group == group), None)
@@ -285,7 +309,11 @@ class ChannelState:
     # ------------------------------------------------------------ after each event
 
     def _advance_all(self, now: float) -> None:
-        """Take every step that has become possible."""
+        """Take every step that has become possible; queue messages and decisions.
+
+        Every event ends with this call. It does nothing while members of an earlier
+        coordinator are waited for.
+        """
         if self.recovery.active:  # decisions need all members
             return
         self.recovery.advance(now)
@@ -304,7 +332,11 @@ class ChannelState:
         self.views.send_views_if_due(now)  # last: only the newest of several epochs is sent
 
     def _admit(self, now: float) -> None:
-        """Make joiners live, unless a publish moves or a collective is under way."""
+        """Make members that have joined or caught up live, in a new epoch.
+
+        Not while a publish moves or a collective is under way, whose members must not
+        change.
+        """
         if self.commits.main is not None or self.operations.running_collective:  # members of these must not change
             return
         missing = self.roster.missing(now)
@@ -318,7 +350,8 @@ class ChannelState:
     # ------------------------------------------------------------ messages
 
     def _handle(self, state: MemberState, message: FromMember, now: float) -> bool:
-        """Dispatch a message; return True if it shows the program's progress."""
+        """Pass a message to the part of the channel that handles it. Return True if it
+        shows progress of the member's program."""
         commits, member = self.commits, state.member
         match message:
             case wire.Progress():
@@ -377,7 +410,8 @@ class ChannelState:
         return True
 
     def _report(self, state: MemberState, message: FromMember, now: float) -> None:
-        """Dispatch a report of a member's sidecars or carrier; it is not progress."""
+        """Handle a report of a member's sidecar or carrier (its transfer processes),
+        which does not count as progress of its program."""
         member = state.member
         match message:
             case wire.TransferMoved():

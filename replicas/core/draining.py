@@ -24,6 +24,7 @@ class Drains:
     """The drains of one channel: its replicas that finish their work and get no new."""
 
     def __init__(self, context: ChannelContext, commits: Commits, rounds: LoadRounds, operations: Operations) -> None:
+        """Start without drains; the other parts tell which replicas are busy."""
         self._context = context
         self._commits, self._rounds, self._operations = commits, rounds, operations
         self._waiting: dict[tuple[str, int], int] = {}
@@ -32,7 +33,10 @@ class Drains:
         """The last generation of each replica that was ended on request."""
 
     def start_drain(self, group: str, replica: int, generation: int) -> None:
-        """Drain this generation and any before it."""
+        """Mark the members of this generation, and of earlier ones, as draining.
+
+        They get no new work. :meth:`advance` reports the replica once it has none.
+        """
         self._ending[group, replica] = generation
         states = self._of(group, replica, generation)
         for state in states:
@@ -41,19 +45,19 @@ class Drains:
             self._waiting[group, replica] = generation
 
     def end(self, group: str, replica: int) -> None:
-        """End the drain: the replica's members, present and future, take part again."""
+        """End a replica's drain: its members, present and future, get new work."""
         self._ending.pop((group, replica), None)
         self._waiting.pop((group, replica), None)
         for state in self._context.roster.replica(group, replica):
             state.draining = False
 
     def joined(self, state: MemberState) -> None:
-        """Mark a new rank as draining if its generation is being ended."""
+        """Mark a rank that joins as draining if its generation is being ended."""
         member = state.member
         state.draining = state.hello.generation <= self._ending.get((member.group, member.replica), -1)
 
     def advance(self) -> None:
-        """Emit ReplicaIdle once for each draining replica that is no longer busy."""
+        """Emit ReplicaIdle, once, for each draining replica that is no longer busy."""
         for (group, replica), generation in list(self._waiting.items()):
             if not self.busy(group, replica):
                 del self._waiting[group, replica]
@@ -62,7 +66,10 @@ class Drains:
                     self._context.emit(ReplicaIdle(self._context.config.name, group, replica, newest))
 
     def busy(self, group: str, replica: int) -> Reason | None:
-        """Return the replica's first work in progress here as text, or None."""
+        """Return what the replica still works on in this channel, as text.
+
+        None if idle.
+        """
         name = self._context.config.name
         states = self._context.roster.replica(group, replica)
         members = [state.member for state in states]
@@ -70,18 +77,18 @@ class Drains:
             return None
         for publish in self._commits.publishes.without_verdict():
             if (publish.group, publish.replica) == (group, replica):
-                return f"{name}: publishes version {publish.version}"
+                return f"it publishes version {publish.version} of {name}"
         for transfer in self._commits.transfers:
             concerned = transfer.attempt.concerned | transfer.needers
             if not concerned.isdisjoint(members):
-                return f"{name}: version {transfer.payload.version} is on its way"
+                return f"version {transfer.payload.version} of {name} is being transferred"
         if self._rounds.loading(group, replica):
-            return f"{name}: loads version {self._rounds.of(group, replica).version}"
+            return f"it loads version {self._rounds.of(group, replica).version} of {name}"
         if any(self._operations.matching.may_run(state) for state in states):
-            return f"{name}: waits for the end of an operation"
+            return f"an operation on {name} has not ended"
         return None
 
     def _of(self, group: str, replica: int, generation: int) -> list[MemberState]:
-        """Return the replica's members of this generation and earlier ones."""
+        """Return the replica's present members of this generation and earlier ones."""
         states = self._context.roster.replica(group, replica)
         return [state for state in states if state.hello.generation <= generation]

@@ -77,7 +77,10 @@ class Answer:
 
     @property
     def refusal(self) -> tuple[int, str] | None:
-        """The status and text with which the demand is refused now, or None."""
+        """HTTP status and text with which the demand is refused now, or None.
+
+        503 if the version is being loaded, 409 if it is not served.
+        """
         demand = self._demand
         if demand is None or all(map(demand.admits, self._possible)):
             return None
@@ -92,6 +95,7 @@ class Answer:
         """
 
         async def sent(message: MutableMapping[str, Any]) -> None:
+            """Send ``message``, with the header, unless the demand is no longer met."""
             if self.began and message["type"].startswith("websocket."):
                 await send(message)
                 return

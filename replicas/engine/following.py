@@ -119,7 +119,7 @@ class Plan:
         for what, given, known in (("mode", self.mode, PauseMode), ("verify_load", self.verify_load, VerifyLoad)):
             if given not in get_args(known):
                 names = ", ".join(f'"{name}"' for name in get_args(known))
-                raise errors.UsageError(f"follow: {what} {given!r}", hint=f"one of {names}")
+                raise errors.UsageError(f"follow: {what} cannot be {given!r}", hint=f"pass one of {names}")
         if self.every < 1:
             raise errors.UsageError(f"follow: every must be 1 or more, not {self.every}", hint="1 loads each version")
         if not 0 <= self.min_serving < 1:
@@ -261,7 +261,7 @@ class Follower:
     def _refuse(self, update: Update, misfit: errors.SyncError | str) -> None:
         """Report to the channel that this target refuses the version, and log
         ``misfit``."""
-        logger.warning("refusing version %d, the server continues without it: %s", update.version, misfit)
+        logger.warning("refusing version %d, and serving the one before: %s", update.version, misfit)
         update.refuse(misfit)
 
     def _load_or_refuse(self, update: Update, latest: int) -> None:

@@ -68,8 +68,10 @@ class DemandGate(GateLike, Protocol):
     version answers a request."""
 
     def load(self, version: int) -> None:
-        """Note that this version may answer from now on, until the next :meth:`open`:
-        its load begins."""
+        """Note that this version may answer from now on, until the next :meth:`open`.
+
+        Its load begins. 0 means that the load was refused.
+        """
 
     def set_labels(self, labels: Mapping[str, int]) -> None:
         """Note the version of each label of the channel."""

@@ -43,7 +43,7 @@ class ProcessorTime(NamedTuple):
 
 def processor_time(api: int) -> ProcessorTime | None:
     """Return the processor time that the processes of a server have used since their
-    start, or None if the server is gone or hidden.
+    start, as ``/proc`` shows it, or None if the server is gone or hidden.
 
     If a process below ``api`` is stopped (SIGSTOP), the engine's time is 0: frozen.
 
@@ -61,8 +61,8 @@ def processor_time(api: int) -> ProcessorTime | None:
 
 
 def watch_processes(api: int, title: str) -> Callable[[], Reason | None]:
-    """Return a function that names a process of the server that has ended, or returns
-    None.
+    """Note the processes of a server that run now, and return a function that says
+    which of them has ended, or returns None while all run.
 
     :param api: pid of the server's API process.
     :param title: only processes below it count whose titles begin so at this call.
@@ -71,6 +71,7 @@ def watch_processes(api: int, title: str) -> Callable[[], Reason | None]:
     needed = {pid: (began, name) for pid, (began, name) in found.items() if name.startswith(title)}
 
     def ended() -> Reason | None:
+        """Return which of the noted processes has ended, as a clause, or None."""
         with contextlib.suppress(OSError):  # without file descriptors nothing can be seen
             for pid, (began, name) in needed.items():
                 if start_time(pid) != began:
@@ -118,6 +119,15 @@ class LivenessWatch:
         while_loading: Collection[str],
         api: str = API,
     ) -> None:
+        """Count every silence from ``now`` on (seconds of a monotonic clock); ask
+        nothing.
+
+        :param watched: how many seconds each path may go unanswered while the processes
+            behind it are idle.
+        :param limit_s: the same while the processes are at work, or cannot be seen.
+        :param while_loading: the paths that are answered during a load, too.
+        :param api: a path that the API process answers without the engine.
+        """
         self._api = api
         self._watched, self._limit_s, self._while_loading = watched, limit_s, while_loading
         self._answered = dict.fromkeys(watched, now)
@@ -130,17 +140,21 @@ class LivenessWatch:
         self.is_loading = False
 
     def record_answer(self, path: str, answer: Answer, now: float) -> None:
-        """Record whether a request to this path was answered, at the time ``now``."""
+        """Record how a request to this path was answered at the time ``now`` (seconds
+        of a monotonic clock): "good" ends its silence, "dead" counts towards giving up,
+        "none" leaves it silent."""
         if answer == "good":
             self._answered[path], self._refused[path] = now, 0
         elif answer == "dead":
             self._refused[path] += 1
 
     def reason_to_give_up(self, spent: ProcessorTime | None, now: float, scan_s: float = 0.0) -> Reason | None:
-        """Return why to give the server up, or None; call it about once a second.
-        Silences start again if this process was suspended.
+        """Return why to give the server up, or None to keep it; the watching thread
+        calls this about once a second. Silences start again if this process was
+        suspended.
 
         :param spent: processor time used so far; None: the processes cannot be seen.
+        :param now: the present time, in seconds of a monotonic clock.
         :param scan_s: how many seconds the measurement of ``spent`` took, until now.
         """
         if self._clock.measure_pause(
@@ -168,8 +182,11 @@ class LivenessWatch:
             self.call = self.call._replace(began=now)
 
     def _record_work(self, spent: ProcessorTime | None, now: float) -> None:
-        """Record ``now`` for the API process and the engine if they have used processor
-        time since the last call."""
+        """Record that the API process, or the engine, was at work at the time ``now``
+        if it has used at least 5 % of a processor since the last call.
+
+        :param spent: processor time used so far; None: the processes cannot be seen.
+        """
         before, elapsed_s = self._spent, now - self._looked
         self._spent, self._looked = spent, now
         if spent is None or before is None:
@@ -182,7 +199,8 @@ class LivenessWatch:
         """Return the seconds since ``since`` if that silence is too long, else 0.
 
         :param is_api: whether the API process must answer, or else the engine.
-        :param patience_s: allowed while the processes are idle.
+        :param since: time of the last answer, or of the call's begin.
+        :param patience_s: seconds allowed while the processes are idle.
         """
         idle_since = max(since, self._lived[is_api]) if self._spent is not None else now
         return now - since if now - idle_since > patience_s or now - since > max(patience_s, self._limit_s) else 0.0
@@ -209,6 +227,16 @@ class EngineHealth:
         limit_s: float,
         spent: Callable[[], ProcessorTime | None] = lambda: None,
     ) -> None:
+        """Make the threads, one for each path of ``watched`` and one that judges; start
+        none before entering.
+
+        :param is_gone: returns why the server is gone, or None.
+        :param watched: how many seconds each path may go unanswered while the processes
+            behind it are idle.
+        :param while_loading: the paths that are answered during a load, too.
+        :param limit_s: the seconds while the processes are at work, or cannot be seen.
+        :param spent: returns the processor time of its processes, or None if hidden.
+        """
         self._server, self._is_gone, self._spent = server, is_gone, spent
         self._vigil = LivenessWatch(watched, limit_s, time.monotonic(), while_loading=while_loading, api=server.api)
         self._over = threading.Event()
@@ -251,14 +279,15 @@ class EngineHealth:
             self._vigil.call = None
 
     def _ask(self, path: str) -> None:
-        """Request a path every second until the end, and record how it is answered."""
+        """Thread: request a path every second until the watch ends, and record the
+        answers."""
         while not self._over.wait(EVERY_S):
             answer = self._server.check_path(path)
             self._vigil.record_answer(path, answer, time.monotonic())
 
     def _watch(self) -> None:
-        """Judge the server every second until the end; for a reason give it up, and
-        return."""
+        """Thread: judge the server every second until the watch ends. When it is gone
+        or silent for too long, set ``reason``, break its connections, and return."""
         while not self._over.wait(EVERY_S):
             began = time.monotonic()
             spent = self._spent()

@@ -37,7 +37,7 @@ def host_and_port(url: str) -> tuple[str, int]:
     except ValueError:  # an invalid port, unbalanced brackets
         pass
     raise errors.UsageError(
-        f"{url!r} is not http://HOST:PORT",
+        f"the server's address must be http://HOST:PORT, not {url!r}",
         hint="for example http://127.0.0.1:8000; of a server with TLS or on a Unix socket, pass a plain address",
     )
 
@@ -53,7 +53,13 @@ class EngineServer:
     """
 
     def __init__(self, url: str, secret: str = "", api_key: str = "", api: str = API) -> None:
-        """Check the URL; connect to nothing."""
+        """Check the URL; connect to nothing.
+
+        :param url: ``http://HOST:PORT``, and perhaps a prefix of all paths.
+        :param secret: the gate's secret, if the server has one.
+        :param api_key: the server's API key, if it has one.
+        :param api: a path that the server's API process answers without its engine.
+        """
         self.url = url.rstrip("/")
         self.api = api
         self._address = host_and_port(url)
@@ -147,7 +153,10 @@ class EngineServer:
     def _failure(
         self, method: str, path: str, why: str, kind: type[errors.SyncError] = errors.SyncError
     ) -> errors.SyncError:
-        """Return the error of a failed request, of class ``kind``."""
+        """Return (do not raise) the error of a failed request, of class ``kind``.
+
+        :param why: the reason, a clause.
+        """
         return kind(f"{self.url} {method} {path}: {why}", phase="load", hint="see the server's own log")
 
 

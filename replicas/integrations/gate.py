@@ -81,7 +81,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 def owner_of(path: str) -> int:
-    """Return the pid of the follower whose page is at ``path``: ``/proc/PID/fd/N``."""
+    """Return the pid of the follower (the process that loads versions into the server)
+    whose page is at ``path``: ``/proc/PID/fd/N``."""
     return int(path.split("/")[2])
 
 
@@ -89,6 +90,8 @@ class GatePage:
     """The shared page: written by the follower, read by the server."""
 
     def __init__(self, memory: mmap.mmap, fd: int | None = None) -> None:
+        """Use a mapped page; own its descriptor ``fd``, if this process has created
+        it."""
         self._memory = memory
         self._fd = fd
 
@@ -141,7 +144,8 @@ class GatePage:
 
     @property
     def labels(self) -> dict[str, int]:
-        """The version of each label, as the follower knows them."""
+        """The version of each label (a name such as ``current``), as the follower last
+        set them."""
         changes = None
         while changes != self._memory[_CHANGES]:  # again if they were replaced meanwhile
             changes = self._memory[_CHANGES]
@@ -152,7 +156,11 @@ class GatePage:
         return found
 
     def set_labels(self, labels: Mapping[str, int]) -> None:
-        """Set the labels; those that do not fit on the page are left out."""
+        """Write labels (names that point to versions) to the page; leave out those that
+        do not fit. A server sees the old labels or the new ones, never a mixture.
+
+        :param labels: version by label.
+        """
         known = dict(labels)
         while len(data := json.dumps(known).encode()) > _LABELS_NBYTES - 2:
             known.popitem()
@@ -165,7 +173,8 @@ class GatePage:
         self._memory[_CHANGES] = changes
 
     def load(self, version: int) -> None:
-        """Note that this version may answer from now on, as its load begins."""
+        """Note on the page that the server may answer with this version, too, from now
+        on, as its load begins."""
         struct.pack_into("Q", self._memory, _LOADING, version)
 
     @property
@@ -190,7 +199,8 @@ class GatePage:
         self._memory[0] = 0
 
     def close(self) -> None:
-        """Unmap the page; other processes keep theirs."""
+        """Unmap the page, and close its descriptor if this process has created it;
+        other processes keep their mappings."""
         self._memory.close()
         if self._fd is not None:
             os.close(self._fd)
@@ -218,7 +228,14 @@ class Gate:
         always: Collection[str] = ALWAYS,
         reads: bool = True,
     ) -> None:
-        """Map the page and prepare the paths. Raises OSError if the page is gone."""
+        """Map the page and prepare the paths. Raise OSError if the page is gone.
+
+        :param control: paths that change the engine; one that ends with a slash covers
+            all paths below it.
+        :param page: the shared page; default: the page named by ``REPLICAS_GATE``.
+        :param always: paths that are answered while the gate is shut, too.
+        :param reads: whether any client may read (GET, HEAD) the paths of ``control``.
+        """
         self._app = app
         self._page = GatePage.attach(os.environ[GATE]) if page is None else page
         self._control = [_route(path) for path in control]
@@ -239,7 +256,7 @@ class Gate:
         if kind == "odd":
             await _refuse(scope, send, 400, "the path has a control character")
         elif kind == "control" and not reads and not self._may_control(scope):
-            await _refuse(scope, send, 403, "this route is the follower's alone: publish a version instead")
+            await _refuse(scope, send, 403, "this route is for the follower alone: publish a version instead")
         elif kind == "readyz" and self._page.is_open:
             await _answer(send, 200, b'{"version": %d}' % self._page.version)
         elif kind in ("control", "always") or self._may_control(scope):
@@ -250,8 +267,9 @@ class Gate:
             await _refuse(scope, send, 503, SHUT)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to the server if that may answer as it demands; name the
-        version in its answer."""
+        """Pass a request on to the server if a version with which it may answer now is
+        the one that the request's header demands, and add the version to the answer's
+        headers; else send an error."""
         given = next((value for name, value in scope["headers"] if name == VERSION_HEADER.encode()), None)
         try:
             demand = None if given is None else demand_of(given.decode("latin-1"), self._page.labels)
@@ -271,8 +289,9 @@ class Gate:
         await _refuse(scope, send, code, why, (VERSION_HEADER.encode(), answer.text.encode()))
 
     def _find_kind(self, path: str, root_path: str) -> str:
-        """Return "control", "readyz" or "always" by the route that Starlette finds for
-        this path, "odd" for one with control characters, or an empty text."""
+        """Return the kind of a path: "control" (changes the engine), "readyz", "always"
+        (answered while the gate is shut, too), "odd" (has control characters), or an
+        empty text for all others. Starlette's routes decide."""
         if any(ord(character) < 32 or ord(character) == 127 for character in path):
             return "odd"
         for kind, routes in (("control", self._control), ("readyz", self._readyz), ("always", self._always)):
@@ -283,26 +302,28 @@ class Gate:
         return ""
 
     def _may_control(self, scope: Scope) -> bool:
-        """Return True if the request carries the page's secret."""
+        """Return True if the request carries the page's secret, which only the follower
+        (the process that loads versions) knows."""
         given = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
         return hmac.compare_digest(given, self._page.secret.encode())
 
 
 def _labels_at(changes: int) -> int:
-    """Return the offset of the labels after this number of changes."""
+    """Return the offset on the page of the labels that are valid after ``changes``
+    changes: two places take turns."""
     return _LABELS + changes % 2 * _LABELS_NBYTES
 
 
 def _route(path: str) -> Route:
-    """Return a route only for matching: of the path, or after a slash of all paths
-    below it."""
+    """Return a Starlette route, used only to match: of the path, or if it ends with a
+    slash of all paths below it."""
     return Route(f"{path}{{below:path}}" if path.endswith("/") else path, _refuse)
 
 
 async def _refuse(scope: Scope, send: Send, status: int, why: str, *more: tuple[bytes, bytes]) -> None:
     """Answer a request with this status and an error as JSON, or close a websocket.
 
-    :param more: further headers.
+    :param why: text of the error. :param more: further headers.
     """
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1013 if status == 503 else 1008, "reason": why})
@@ -312,7 +333,10 @@ async def _refuse(scope: Scope, send: Send, status: int, why: str, *more: tuple[
 
 
 async def _answer(send: Send, status: int, body: bytes, *more: tuple[bytes, bytes]) -> None:
-    """Send a response of JSON, with ``more`` headers."""
+    """Send a whole HTTP response whose body is JSON.
+
+    :param more: further headers.
+    """
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

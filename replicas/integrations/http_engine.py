@@ -63,7 +63,14 @@ class HttpEngine(Engine):
         process: int | None = None,
     ) -> None:
         """Store the server's address and secrets; send nothing before
-        :meth:`wait_until_up`."""
+        :meth:`wait_until_up`.
+
+        :param secret: the gate's secret; empty: the server has no gate.
+        :param public_url: the server's address for routers; default: ``url``.
+        :param is_gone: returns why the server is gone, or None.
+        :param engine_timeout_s: how long a busy engine may stay silent.
+        :param process: pid of the server's API process; None: found by its port.
+        """
         if not engine_timeout_s > 0:
             text = f"follow: engine_timeout must be above 0, not {engine_timeout_s}"
             raise errors.UsageError(text, hint="seconds for which a busy engine may stay silent")
@@ -74,7 +81,8 @@ class HttpEngine(Engine):
         self._health: EngineHealth | None = None
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """Wait until the server answers, check its gate, read its identity, and start
+        """Block until the server answers; check that it has its gate (the middleware
+        that refuses requests before the first version), read its identity, and start
         the threads that watch its health.
 
         :raises replicas.errors.SyncError: it is gone, or does not answer within
@@ -97,11 +105,14 @@ class HttpEngine(Engine):
             process = engine_health.serving_process(self.server.local_port)
 
         def spent() -> ProcessorTime | None:
+            """Return the processor time that the server's processes have used, or None
+            if unknown."""
             return None if process is None else engine_health.processor_time(process)
 
         ended = engine_health.watch_processes(process, self.titles) if process and self.titles else None
 
         def is_gone() -> Reason | None:
+            """Return why the server or one of its processes is gone, or None."""
             return self._is_gone() or (ended() if ended is not None else None)
 
         limit_s = self._engine_timeout_s
@@ -111,8 +122,9 @@ class HttpEngine(Engine):
         self._health.__enter__()
 
     def _prove_gate(self) -> None:
-        """Send a request without the secret, and check that the shut gate refuses it. A
-        new release may start a front end without the gate.
+        """Send a request without the secret, and check that the server's gate (a
+        middleware), which is shut, refuses it. A new release may start a front end
+        without the gate.
 
         :raises replicas.errors.UsageError: the answer is not that of the shut gate.
         """
@@ -127,25 +139,28 @@ class HttpEngine(Engine):
         )
 
     def read_identity(self) -> None:
-        """Read the server's ``name`` and number of ``workers`` from the server. The
-        default, for a subclass to replace, does nothing.
+        """Read the server's ``name`` and number of ``workers`` from the server. A
+        subclass does so; here nothing is read, and both keep their defaults.
 
         :raises replicas.errors.UsageError: the server cannot be followed.
         """
 
     def health(self) -> str:
-        """Return why the server is gone, or an empty text while it is not. Returns
-        immediately."""
+        """Return why the server is gone, or an empty text while it is not, as the
+        threads that watch it have found so far; do not wait."""
         watched = "" if self._health is None else self._health.reason
         return watched or self.server.broken or ((not self._health and self._is_gone()) or "")
 
     def abort(self, reason: str) -> None:
-        """Break the connection of the current call; it and every later call raise
-        SyncError."""
+        """Break the connection of the call that is under way; it and every later call
+        raise SyncError. Any thread may call this.
+
+        :param reason: the text of these errors.
+        """
         self.server.give_up(reason)
 
     def close(self) -> None:
-        """Stop the health watch; the server keeps running."""
+        """Stop the threads of the health watch; the server keeps running."""
         if self._health is not None:
             self._health.__exit__(None, None, None)
 
@@ -177,7 +192,7 @@ class HttpEngine(Engine):
 
     def longest_s(self, timeout_s: float = 0.0) -> float:
         """Return the seconds after which a call is given up even if the server is at
-        work."""
+        work: the larger of ``timeout_s`` and the engine's timeout, and 60 s."""
         return max(timeout_s, self._engine_timeout_s) + BACKSTOP_S
 
     def raise_if_dying(self) -> None:

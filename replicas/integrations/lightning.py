@@ -72,6 +72,16 @@ class PublishCallback(Callback):
         first: bool = True,
         **join: Any,
     ) -> None:
+        """Check ``every`` (optimizer steps between publishes) and ``wait`` (what to
+        wait for after each); join nothing before training.
+
+        :param deadline: seconds for the commit, and for the loads; None: their
+            defaults.
+        :param weights: returns the weights to publish of the LightningModule.
+        :param dtype: cast plain floating tensors to it; None: no cast.
+        :param first: publish the weights with which training begins, too.
+        :param join: further arguments of :func:`replicas.join`.
+        """
         self._sync = StepSync(channel, wait, deadline, join, every=every, weights=weights, dtype=dtype, first=first)
 
     @property
@@ -85,24 +95,29 @@ class PublishCallback(Callback):
         self._sync.begin_training(trainer.global_step, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Publish if ``every`` optimizer steps have passed, and wait as ``wait`` says;
-        log the figures of the syncs that have ended."""
+        """Publish if ``every`` optimizer steps have passed, and block until the version
+        is committed or loaded if the callback's ``wait`` asks for that; log the figures
+        (metrics) of the syncs that have ended."""
         self._sync.step(trainer.global_step, pl_module)
         _log(trainer, self._sync.figures())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Publish the last step unless that is done, wait for open publishes, and leave
-        the channel; log their figures."""
+        the channel; log their figures (metrics)."""
         self._sync.end(trainer.global_step, pl_module)
         _log(trainer, [*self._sync.figures(), *self._sync.leave()])
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the channel without waiting for open publishes, and log the figures so
-        far: training was interrupted."""
+        """Training was interrupted: leave the channel without waiting for open
+        publishes, and log the figures (metrics) so far."""
         _log(trainer, [*self._sync.figures(), *self._sync.leave(wait=False)])
 
 
 def _log(trainer: Any, figures: list[dict[str, float]]) -> None:
-    """Give the newest value of each figure to the trainer's loggers."""
+    """Give the newest value of each figure (a metric of the syncs) to the trainer's
+    loggers; do nothing without figures.
+
+    :param figures: one dict for each sync that has ended.
+    """
     for logger in trainer.loggers if figures else ():
         logger.log_metrics(newest(figures), step=trainer.global_step)

@@ -68,7 +68,15 @@ class CheckpointEngine:
         deadline: float = DEADLINE_S,
         **options: Any,
     ) -> None:
-        """Check the arguments; join nothing yet."""
+        """Check the arguments; join nothing yet.
+
+        :param bucket_size: bytes of tensors that vLLM is given at a time.
+        :param release_after_refit: not used: workers stay on the channel.
+        :param ranks: whether policy worker 0 alone publishes, or each worker its share.
+        :param dtype: cast floating tensors to it; None: no cast.
+        :param deadline: seconds for a publish, and for a receive.
+        :param options: further keys of the channel, such as ``slots``.
+        """
         self._bucket_nbytes = bucket_size
         self._refit = Refit(
             channel=channel, ranks=ranks, dtype=dtype, deadline=deadline, options=options, loaded_at_end=True
@@ -138,9 +146,11 @@ class CheckpointEngine:
         the channel."""
 
     def _join(self, number: int, policies: int, metadata: Sequence[dict[str, Any]]) -> None:
-        """Join the channel in the seat of worker ``number``, unless joined.
+        """Join the channel as worker ``number`` of all workers, unless joined: its
+        group, replica and rank follow from the metadata.
 
         :param policies: number of policy workers.
+        :param metadata: of all workers, the policy workers first.
         :raises replicas.errors.UsageError: worker 0 can start no coordinator, and the
             environment names none.
         """
@@ -157,11 +167,13 @@ class _Offer:
     """A coordinator that this process could start, with its future address."""
 
     def __init__(self, place: CoordinatorAddress, port: int, secret: str, pem: bytes) -> None:
+        """Keep the address, port, secret and key (PEM) of a coordinator; start
+        nothing."""
         self.place, self._port, self._secret, self._pem = place, port, secret, pem
 
     @classmethod
     def create(cls) -> _Offer | None:
-        """Make the key, token and free port of a coordinator, without starting it;
+        """Choose the key, token and free port of a coordinator, without starting it;
         return None if this process is not a Ray worker."""
         try:
             import ray
@@ -178,8 +190,11 @@ class _Offer:
         return cls(CoordinatorAddress(f"{ray.util.get_node_ip_address()}:{port}", token, NAME), port, secret, pem)
 
     def started(self, channels: dict[str, Any]) -> Any:
-        """Start the coordinator of these channels, as offered; return its handle,
-        without which Ray ends the actor."""
+        """Start the coordinator of these channels, as offered: a Ray actor, on the
+        offered port. Wait, and return its handle, without which Ray ends the actor.
+
+        :param channels: settings by the channel's name.
+        """
         from replicas.integrations.ray import coordinator
 
         name = f"{NAME}-{secrets.token_hex(4)}"  # the actor of a dead worker may still exist

@@ -83,7 +83,12 @@ class CoordinatorActor:
     """The actor's class: one :class:`replicas.Coordinator` on its own event loop."""
 
     def __init__(self, settings: Mapping[str, Any], pem: bytes) -> None:
-        """Store the settings and the key; after a restart by Ray also :meth:`start`."""
+        """Store the settings and the key; after a restart by Ray also :meth:`start`.
+        Replace the process's event loop policy by asyncio's.
+
+        :param settings: arguments of :class:`replicas.Coordinator`.
+        :param pem: its key and certificate.
+        """
         self._settings, self._pem = settings, pem
         self._running = contextlib.ExitStack()
         # Ray's policy is uvloop, which notices the end of children in the main thread
@@ -166,8 +171,8 @@ def coordinator(
 
 
 def find(name: str = NAME, *, namespace: str | None = None) -> Handle:
-    """Return the coordinator that another part of the program has started; start it
-    again if it does not run.
+    """Return the coordinator that another part of the program has started; have its
+    actor start it again if it does not run. Wait 60 s at most.
 
     :param namespace: Ray namespace of its actor; default: this program's.
     :raises replicas.errors.UsageError: no actor has this name in the namespace.
@@ -220,8 +225,10 @@ def options(
 
 
 def _must_be_connected(what: str) -> None:
-    """Raise UsageError if this process is not connected to Ray; ``what``: the caller's
-    name."""
+    """Raise UsageError if this process is not connected to Ray.
+
+    :param what: name of the called function, for the error.
+    """
     if not ray.is_initialized():
         raise errors.UsageError(f"{what}: this process is not connected to Ray", hint="call ray.init() first")
 

@@ -26,11 +26,12 @@ class RayAgent:
     """The actor: runs one agent as its child."""
 
     def serve(self, join: str, name: str, labels: Mapping[str, str], folder: str) -> int:
-        """Run an agent, the process that starts a node's replicas, to its end; return
-        its exit code.
+        """Run an agent, the process that starts a node's replicas, as a child process;
+        block until it ends, and return its exit code.
 
         :param join: ``TOKEN@HOST:PORT`` of the supervisor, a secret.
         :param name: the node's name, to which a part of Ray's node id is added.
+        :param labels: of the node, for the placement of replicas.
         :param folder: parent of the folder for the agent's logs and state.
         """
         import ray
@@ -42,11 +43,12 @@ class RayAgent:
 
 
 def main(parent: str, node: str, folder: str, *labels: str) -> int:
-    """Run the agent in the child process; it gets SIGTERM when its parent ends. Return
-    the exit code.
+    """Run the agent in the child process to its end; it gets SIGTERM when its parent
+    ends. Return the exit code. The supervisor's address is in ``REPLICAS_JOIN``.
 
-    :param parent: pid of the actor's process. :param labels: ``NAME=VALUE`` of the
-        node.
+    :param parent: pid of the actor's process.
+    :param node: the node's name. :param folder: for the agent's logs and state.
+    :param labels: ``NAME=VALUE`` of the node.
     """
     from replicas.supervisor.agent.remote import Invitation, serve_node
 

@@ -67,6 +67,8 @@ def run(config: Config, *, address: str | None = None) -> int:
         bundles: list[_Bundles] = []
 
         def opened(supervisor: Supervisor) -> None:
+            """As the supervisor has started: request the first bundles, and begin to
+            adjust them."""
             bundles.append(_Bundles(supervisor))
             bundles[0].request_bundles()
 
@@ -97,7 +99,10 @@ def _connect(address: str) -> None:
 
 
 def _words(error: Exception, lines: int | None = None) -> str:
-    """Return the first lines of an error of Ray, or its type if it has no text."""
+    """Return an error of Ray as one line, or its type if it has no text.
+
+    :param lines: number of its first lines that are used; None: all.
+    """
     return one_line("\n".join(str(error).strip().splitlines()[:lines])) or type(error).__name__
 
 
@@ -148,6 +153,11 @@ class _Bundle:
     """A bundle of a placement group, and the task that keeps an agent in it."""
 
     def __init__(self, place: Any, index: int, name: str, group: GroupConfig) -> None:
+        """Describe one bundle; start nothing.
+
+        :param place: Ray's placement group. :param index: of the bundle in it.
+        :param name: ``GROUP-NUMBER``, with which the name of its node begins.
+        """
         self.place, self.index, self.name, self.group = place, index, name, group
         self.keeper: asyncio.Task[None] | None = None
         self.retired = False
@@ -162,6 +172,7 @@ class _Bundles:
     """The bundles of a run. Used on the supervisor's event loop only."""
 
     def __init__(self, supervisor: Supervisor) -> None:
+        """Keep the supervisor whose groups need bundles; request nothing yet."""
         self._supervisor = supervisor
         self._slots: dict[str, list[_Bundle]] = defaultdict(list)
         self._numbers: dict[str, int] = {}
@@ -184,14 +195,15 @@ class _Bundles:
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Forget a task that has ended; log its error, if any."""
+        """Forget a task that has ended, and log its error, if any; called as the task's
+        done callback."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("no longer adjusting the bundles of the run (a bug)", exc_info=error)
+            log.error("no longer adjusting the Ray bundles of the run, after a bug; please report this", exc_info=error)
 
     async def _follow(self) -> None:
-        """Adjust the bundles at each change of a group or replica, to the end of the
-        events."""
+        """Adjust the bundles at each change of a group or replica; return when the
+        supervisor's events end."""
         async for record in self._supervisor.events(self._supervisor.last_event):
             if isinstance(record.event, Scaled | Reloaded | Transition):  # a replica that has ended leaves its bundle
                 self._has_groups = True
@@ -199,7 +211,8 @@ class _Bundles:
 
     def _adjust(self) -> None:
         """Request, retire or drain bundles until each group has the number and kind it
-        needs; do nothing while the run drains. Never waits."""
+        needs; do nothing while the run drains. Start tasks for what takes time, and do
+        not wait."""
         supervisor = self._supervisor
         if not self._has_groups or supervisor.fleet.draining or supervisor.fleet.over.is_set():
             return
@@ -224,8 +237,8 @@ class _Bundles:
                 self._shrink(slots, len(slots) - wanted)
 
     def _retire(self, slots: list[_Bundle]) -> None:
-        """Start no more agents in these bundles: drain their nodes, and drop bundles
-        without a node."""
+        """Start no more agents in these bundles: start tasks that drain their nodes,
+        and cancel the task of, and drop, a bundle without a node."""
         nodes = [one.name for one in self._supervisor.status().nodes if one.state in ("up", "away", "draining")]
         for slot in slots:
             slot.retired = True
@@ -237,7 +250,8 @@ class _Bundles:
                 self._drop(slot)
 
     async def _drain(self, node: str) -> None:
-        """Drain a node: its replicas end, then its agent. An error is only reported."""
+        """Ask the supervisor to drain a node, and wait: its replicas end, then its
+        agent. An error is only printed as a line of the run."""
         try:
             await self._supervisor.drain_node(node)
         except errors.ReplicasError as error:  # the drain was undone, or the node has a new agent
@@ -260,8 +274,9 @@ class _Bundles:
             slot.keeper = self._spawn(self._keep(slot))
 
     async def _keep(self, slot: _Bundle) -> None:
-        """Run an agent in the bundle, and restart one that fails; when one ends with 0
-        or the bundle is retired, drop the bundle and return."""
+        """Task of one bundle: run an agent in it, as a Ray actor, and start another
+        when it fails. Return, and drop the bundle, when an agent ends with 0 or the
+        bundle is retired."""
         supervisor, group = self._supervisor, slot.group
         wanted = bundle(group)
         strategy = PlacementGroupSchedulingStrategy(slot.place, placement_group_bundle_index=slot.index)
@@ -299,8 +314,8 @@ class _Bundles:
             remove_placement_group(slot.place)
 
     def _shrink(self, slots: list[_Bundle], surplus: int) -> None:
-        """Drain up to ``surplus`` nodes in these bundles, those without a replica;
-        nodes that drain already count."""
+        """Start tasks that drain up to ``surplus`` nodes in the bundles ``slots``, of
+        those without a replica; nodes that drain already count."""
         nodes = [one for one in self._supervisor.status().nodes if any(slot.holds(one.name) for slot in slots)]
         surplus -= sum(one.state == "draining" for one in nodes)
         idle = [one.name for one in nodes if one.state == "up" and not one.replicas]

@@ -75,8 +75,8 @@ def channel_of(status: RunStatus, channel: str) -> ChannelStatus:
 
 
 def ready_leaders(channel: ChannelStatus) -> list[MemberStatus]:
-    """Return rank 0 of each target that answers with a version, and shows its address
-    as ``info["url"]``."""
+    """Return, of the channel's members, rank 0 of each target replica that has loaded a
+    version, is live or only behind, and shows its address as ``info["url"]``."""
     return [
         one
         for one in channel.members
@@ -92,6 +92,7 @@ class WorkerList:
     """The workers of one router."""
 
     def __init__(self, url: str) -> None:
+        """Check the router's URL, ``http://HOST:PORT``; connect to nothing."""
         self._address = host_and_port(url)
 
     def bring_to(self, wanted: frozenset[str]) -> None:
@@ -103,13 +104,13 @@ class WorkerList:
         known = self.workers()
         for url in sorted(known - wanted):
             self._request("POST", f"/remove_worker?url={quote(url, safe='')}")
-            logger.info("removed %s from the router", url)
+            logger.info("removed server %s from the router", url)
         for url in sorted(wanted - known):
             self._request("POST", f"/add_worker?url={quote(url, safe='')}")
-            logger.info("added %s to the router", url)
+            logger.info("added server %s to the router", url)
 
     def workers(self) -> frozenset[str]:
-        """Return the URLs of the router's workers.
+        """Ask the router for the URLs of its workers, and return them.
 
         :raises OSError: the router does not answer, or the server is not a router.
         """
@@ -159,7 +160,7 @@ def keep(
     workers = WorkerList(router_url)
 
     def bring(status: RunStatus) -> None:
-        """Bring the list to the replicas that are ready."""
+        """Have the router add and remove workers until it has those that are ready."""
         workers.bring_to(frozenset(one.info["url"] for one in ready_leaders(channel_of(status, channel))))
 
     keep_in_step(bring, endpoint=endpoint, stop=stop, is_gone=is_gone)
@@ -172,9 +173,13 @@ def keep_in_step(
     stop: threading.Event | None,
     is_gone: Callable[[], Reason | None],
 ) -> None:
-    """Call ``bring`` with the run's status, twice a second, until ``stop`` is set.
+    """Call ``bring`` with the run's status, read over HTTP twice a second, on this
+    thread; block until ``stop`` is set.
 
-    :param bring: may raise OSError: it is called again. Others: as for :func:`keep`.
+    :param bring: brings a router to a status. After an OSError, which is logged, it is
+        called again with the next one.
+    :param endpoint: ``host:port`` of the run; None: that of the environment.
+    :param is_gone: returns why to stop, with a SyncError, or None.
     """
     found = environ.read()
     where = endpoint or found.endpoint
@@ -192,12 +197,15 @@ def keep_in_step(
             trouble = ""
         except (OSError, errors.Disconnected) as error:
             if trouble != str(error):
-                logger.warning("cannot update the router's list of workers, trying again: %s", error)
+                logger.warning("trying again to update the router's list of servers: %s", error)
             trouble = str(error)
 
 
 def command_line(module: str) -> argparse.ArgumentParser:
-    """Return a parser of the options of all routers."""
+    """Return a parser with the options that the routers' commands share.
+
+    :param module: name of the command's module, for its usage text.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m replicas.integrations.{module}", allow_abbrev=False)
     parser.add_argument("--channel", default="policy", help="the channel whose targets are the workers")
     parser.add_argument("--endpoint", help="host:port of the run (default: REPLICAS_ENDPOINT)")
@@ -207,7 +215,8 @@ def command_line(module: str) -> argparse.ArgumentParser:
 
 
 def stop_by_signal() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set, and begin to log."""
+    """Replace the handlers of SIGTERM and SIGINT, and configure logging to stderr.
+    Return the event that the signals set; call on the main thread."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -230,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         process = subprocess.Popen([*command, *rest], preexec_fn=lambda: die_with_parent(parent))
 
     def is_gone() -> Reason | None:
+        """Return how vllm-router has ended, or None while it runs."""
         code = process.poll()
         return None if code is None else f"vllm-router ended with {code}"
 

@@ -38,6 +38,7 @@ class SyncCallback(TrainerCallback):
     """
 
     def __init__(self, sync: WeightSync) -> None:
+        """Use this trainer's membership of a channel; join nothing yet."""
         self._sync = sync
 
     @property
@@ -46,8 +47,9 @@ class SyncCallback(TrainerCallback):
         return self._sync.channel
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        """Add figures to the entry that the trainer has just made, and to ``logs``: the
-        newest of each for the syncs that have ended since, failures counted."""
+        """Add the figures (metrics) of the syncs that have ended since the last call to
+        ``logs`` and to the trainer's newest log entry: the newest value of each,
+        failures counted."""
         figures = newest(self._sync.figures())
         if logs is not None:
             logs.update(figures)
@@ -100,6 +102,16 @@ class PublishCallback(SyncCallback):
         first: bool = True,
         **join: Any,
     ) -> None:
+        """Check ``every`` (optimizer steps between publishes) and ``wait`` (what to
+        wait for after each); join nothing before training.
+
+        :param deadline: seconds for the commit, and for the loads; None: their
+            defaults.
+        :param weights: returns the weights to publish of the model.
+        :param dtype: cast plain floating tensors to it; None: no cast.
+        :param first: publish the weights with which training begins, too.
+        :param join: further arguments of :func:`replicas.join`.
+        """
         self._steps = StepSync(channel, wait, deadline, join, every=every, weights=weights, dtype=dtype, first=first)
         super().__init__(self._steps)
 
@@ -109,12 +121,12 @@ class PublishCallback(SyncCallback):
         self._steps.begin_training(state.global_step, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Publish if ``every`` optimizer steps have passed, and wait as ``wait``
-        says."""
+        """Publish if ``every`` optimizer steps have passed, and block until the version
+        is committed or loaded if the callback's ``wait`` asks for that."""
         self._steps.step(state.global_step, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Publish the last step unless that is done, or the best model that was loaded;
-        then leave as :class:`SyncCallback` does."""
+        then wait for open publishes, leave the channel, and log their figures."""
         self._steps.end(state.global_step, model, changed=args.load_best_model_at_end)
         super().on_train_end(args, state, control)

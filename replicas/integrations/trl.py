@@ -64,7 +64,14 @@ class WeightTransfer:
     def __init__(
         self, channel: str = "policy", *, wait: Wait = None, deadline: float | None = None, **join: Any
     ) -> None:
-        """Check TRL's release and the arguments; join nothing yet."""
+        """Check TRL's release and ``wait``; join nothing yet.
+
+        :param wait: what the trainer waits for after a publish: "loaded", "committed"
+            or None.
+        :param deadline: seconds for the commit, and for the loads; None: their
+            defaults.
+        :param join: further arguments of :func:`replicas.join`.
+        """
         releases.check("trl")
         self._sync = WeightSync(channel, wait, deadline, join)
         self._logs: dict[str, list[float]] | None = None
@@ -98,23 +105,25 @@ class WeightTransfer:
         self._logs = _logs_of(iterator)
         if self._logs is None and not self._warned:
             self._warned = True
-            logger.warning("not logging the figures of syncs: the weights do not come from a trainer of TRL")
+            logger.warning("not logging the times of syncs: the weights do not come from a trainer of TRL")
         self._sync.publish(iterator)
         self._log(self._sync.figures())
 
     def resume(self) -> None:
-        """Wait for the last publish as ``wait`` says; no server was paused. A failure
-        is logged."""
+        """Block until the last publish has committed or is loaded by all servers, if
+        ``wait`` asks for that; no server was paused. A failure is logged."""
         self._sync.wait_for_last()
         self._log(self._sync.figures())
 
     def destroy(self) -> None:
-        """Wait for open publishes, log their figures, and leave the channel."""
+        """Wait for open publishes, log their figures (metrics), and leave the
+        channel."""
         self._log(self._sync.leave())
 
     def _log(self, figures: list[dict[str, float]]) -> None:
-        """Put figures into the trainer's logs, if they are known: the newest value of
-        each, and the count of failures, as TRL logs the mean of a list."""
+        """Put figures (metrics by name, one dict for each sync) into the trainer's
+        logs, if they are known: the newest value of each, and the count of failures, as
+        TRL logs the mean of a list."""
         logs = self._logs
         if logs is not None:
             known = {name: logs[name][-1] for name in logs if name.startswith("replicas/") and logs[name]}
@@ -141,6 +150,8 @@ class _StreamWithMetadata:
     """A stream of tensors whose names, dtypes and shapes are known."""
 
     def __init__(self, metadata: list[tuple[str, str, list[int]]], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Wrap ``tensors``; ``metadata`` is (name, dtype, shape) of each, in their
+        order."""
         self._metadata = metadata
         self._tensors = tensors
 
@@ -199,7 +210,9 @@ def server_mode(
 def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype: torch.dtype | None) -> type:
     """Return a subclass of TRL's client of a vLLM server that publishes by ``sync``.
 
-    :param theirs: TRL's class. :param first, dtype: as for :func:`server_mode`.
+    :param theirs: TRL's class.
+    :param first: a model to publish before TRL looks for its server, or None.
+    :param dtype: cast plain floating tensors to this dtype; None: no cast.
     """
 
     class ChannelClient(theirs):  # type: ignore[misc]  # a class of TRL's
@@ -208,8 +221,9 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
         base_url: str
 
         def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-            """Run TRL's own check, then wait for a server: a router is healthy before
-            it has one."""
+            """Publish ``first``, if there is one, and run TRL's own check; then wait
+            for a server: a router is healthy before it has one. Raise ConnectionError
+            if none is ready in time."""
             until = time.monotonic() + total_timeout
             if first is not None:
                 sync.publish(hf(first), dtype=dtype)
@@ -220,7 +234,7 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
                 time.sleep(retry_interval)
 
         def _has_server(self) -> bool:
-            """Return True if a server is ready at the URL."""
+            """Ask the URL; return True if a server is ready there."""
             try:
                 return bool(self.session.get(f"{self.base_url}/v1/models").status_code == 200)
             except OSError:  # raised by requests
@@ -240,13 +254,16 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
                 self.base_url = mine
 
         def init_communicator(self, device: Any = 0) -> None:
-            """Join the channel."""
+            """Join the channel unless that is done; ``device`` is not used."""
             sync.join()
 
         def update_named_params(
             self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
         ) -> None:
-            """Publish the parameters, and wait as ``wait`` says."""
+            """Publish the parameters, and wait as ``wait`` says. A failure is logged.
+
+            :param metadata: name, dtype and shape of each of ``named_params``.
+            """
             sync.publish(_StreamWithMetadata(metadata, named_params), dtype=dtype)
             sync.wait_for_last()
 
@@ -254,7 +271,7 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
             """Do nothing: each server resets its own cache with each load."""
 
         def close_communicator(self) -> None:
-            """Leave the channel."""
+            """Wait for open publishes, and leave the channel."""
             sync.leave()
 
     return ChannelClient

@@ -72,6 +72,14 @@ class ReplicasCheckpointEngine(Refit, CheckpointEngine):
         deadline: float = DEADLINE_S,
         **options: Any,
     ) -> None:
+        """Check verl's release and the arguments; join nothing yet. ``bucket_size`` and
+        ``is_master`` are not used.
+
+        :param ranks: whether rank 0 alone publishes, or each trainer its share.
+        :param rollout_dtype: cast floating tensors to it; None: no cast.
+        :param deadline: seconds for a publish, and for a receive.
+        :param options: further keys of the channel, such as ``slots``.
+        """
         releases.check("verl")
         super().__init__(channel=channel, ranks=ranks, dtype=rollout_dtype, deadline=deadline, options=options)
 
@@ -99,8 +107,11 @@ class ReplicasCheckpointEngine(Refit, CheckpointEngine):
 
 
 def _place(channels: dict[str, Any]) -> CoordinatorAddress:
-    """Return the address of the coordinator of these channels in this Ray job; start
-    its actor if there is none."""
+    """Return the address of the coordinator of these channels in this Ray job; find its
+    actor or, if there is none, start it, and keep its handle in this process.
+
+    :param channels: settings by the channel's name, for a new coordinator.
+    """
     name = "-".join([NAME, *channels])
     key = ray.get_runtime_context().get_job_id(), name
     if key not in _HANDLES:

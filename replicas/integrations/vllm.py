@@ -83,9 +83,9 @@ QUIET = (0, 32)
 
 
 def register() -> None:
-    """Register the backend ``"replicas"`` with vLLM (entry point
-    ``vllm.general_plugins``). In a server of ``serve``, also let this process end with
-    the follower."""
+    """Register the backend ``"replicas"`` with vLLM, which calls this in each process
+    that loads plugins (entry point ``vllm.general_plugins``). In a server of ``serve``,
+    also start a thread that kills this process when the follower ends."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     with contextlib.suppress(ValueError):  # already registered: plugins are loaded more than once
@@ -98,7 +98,9 @@ def register() -> None:
 
 @functools.cache
 def _end_with(follower: int) -> None:
-    """Let SIGKILL end this process of vLLM when its follower ends, for any reason.
+    """Start a thread that ends this process of vLLM by SIGKILL when its follower (the
+    process that loads versions into the server) ends, for any reason; the same in
+    processes forked from it.
 
     Otherwise vLLM's engine and workers would stay behind and keep their GPUs. (The
     kernel's parent-death signal is bound to the thread that started a process, so a
@@ -113,10 +115,12 @@ def _end_with(follower: int) -> None:
         return
 
     def watch() -> None:
+        """Block until the follower has ended; then kill this process."""
         select.select([pidfd], [], [])
         signal.raise_signal(signal.SIGKILL)
 
     def begin() -> None:
+        """Start the watching thread, here and in each forked process."""
         threading.Thread(target=watch, name="replicas-follower-watch", daemon=True).start()
 
     begin()
@@ -198,8 +202,14 @@ def follow(
 
 
 def _engine(url: str, adapters: Path | None, *, complete: bool, patches: bool, **more: Any) -> VllmServer:
-    """Return the verbs for a server of adapters, which are written to the folder
-    ``adapters``, or of weights if that is None."""
+    """Return the object by which a follower controls a vLLM server; send nothing yet.
+
+    :param adapters: folder to which LoRA adapters are written, for a server of
+        adapters; None: the server loads whole weights.
+    :param complete: whether versions must have all parameters of the model.
+    :param patches: whether workers may write only a version's changes.
+    :param more: as for :class:`replicas.integrations.http_engine.HttpEngine`.
+    """
     if adapters is not None:
         return VllmAdapters(url, adapters, **more)
     return VllmEngine(url, complete=complete, patches=patches, **more)
@@ -244,8 +254,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _api_key(rest: Sequence[str]) -> str:
-    """Return the first API key among vLLM's own options, or the environment's
-    ``VLLM_API_KEY``, or an empty text."""
+    """Return the first API key among ``rest``, vLLM's own options; without one the
+    environment's ``VLLM_API_KEY``, or an empty text."""
     for option, value in itertools.zip_longest(rest, rest[1:], fillvalue=""):
         name, given, key = option.partition("=")
         if name in ("--api-key", "--api_key"):
@@ -254,10 +264,9 @@ def _api_key(rest: Sequence[str]) -> str:
 
 
 def _refuse_odd_addresses(rest: Sequence[str]) -> None:
-    """Raise UsageError for options by which the server would listen elsewhere.
-
-    The follower or the gate could not reach it there.
-    """
+    """Raise UsageError if one of ``rest``, vLLM's own options, would make the server
+    listen where the follower or the gate could not reach it (gRPC, a Unix socket,
+    TLS)."""
     if os.environ.get(RUST_FRONT_END, "0") not in ("", "0"):
         raise errors.UsageError(
             f"serve: {RUST_FRONT_END} is set, and the gate runs in vLLM's front end in Python alone",
@@ -267,10 +276,10 @@ def _refuse_odd_addresses(rest: Sequence[str]) -> None:
 
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Start vLLM behind the gate and follow the channel until stopped; return the exit
-    code.
+    """Start vLLM behind the gate, and load the channel's versions into it; block until
+    SIGTERM or SIGINT, and return the exit code 0.
 
-    :param rest: options for vLLM's own command.
+    :param options: our own options. :param rest: options for vLLM's own command.
     """
     _refuse_odd_addresses(rest)
     releases.check("vllm")
@@ -301,7 +310,8 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the folder, and the shared memory named after files in it.
+    """Remove the folder of a server that has ended, and the shared memory named after
+    files in it.
 
     Workers on a CPU rendezvous in a file, and share memory named after it; killed
     workers leave it behind.
@@ -331,8 +341,13 @@ def _user() -> str:
 
 @contextlib.contextmanager
 def _vllm(host: str, port: int, rest: Sequence[str], gate: GatePage, scratch: Path) -> Iterator[Child]:
-    """Context manager: run vLLM's own server with these options, behind the gate; end
-    it and shut the gate on leaving."""
+    """Context manager: run vLLM's own server as a child process, behind the gate; end
+    it and shut the gate on leaving.
+
+    :param rest: further options of ``vllm serve``.
+    :param gate: the page of memory by which the follower opens the server's gate.
+    :param scratch: the server's folder for temporary files.
+    """
     release = release_of(_installed())
     if release >= QUIET and not any(option.replace("_", "-").startswith(QUIET_OPTION) for option in rest):
         rest = [*rest, QUIET_OPTION, ",".join(VllmServer.watched)]  # else they fill half of its log

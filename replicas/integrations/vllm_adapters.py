@@ -41,6 +41,11 @@ class VllmAdapters(VllmServer):
     pauses = False
 
     def __init__(self, url: str, folder: Path, **more: Any) -> None:
+        """Store the server's address; send nothing yet.
+
+        :param folder: folder for the adapters, readable by the server.
+        :param more: as for :class:`replicas.integrations.http_engine.HttpEngine`.
+        """
         super().__init__(url, **more)
         self._folder = folder
         self._loaded: list[tuple[str, Path]] = []
@@ -49,9 +54,10 @@ class VllmAdapters(VllmServer):
         """Do nothing: the server computes on during a load."""
 
     def load(self, update: Update, timeout_s: float) -> None:
-        """Write the adapter to a new folder, and have the server load it as
-        ``NAME@VERSION``.
+        """Write the adapter of the version ``update`` to a new folder, have the server
+        load it as ``NAME@VERSION``, and wait for its answer.
 
+        :param timeout_s: seconds for which the server may be idle before it answers.
         :raises Refused: the version is not an adapter, or the server does not accept
             it.
         """
@@ -70,8 +76,13 @@ class VllmAdapters(VllmServer):
         self._loaded.append((name, folder))
 
     def _take_over(self, adapter: str, name: str, timeout_s: float) -> None:
-        """Record the versions of this adapter that an earlier follower has loaded, to
-        unload them later; unload ``name``, so that it can be loaded again."""
+        """At the first load ask the server for the versions of this adapter that an
+        earlier follower has loaded, and record them, to unload them later. Have it
+        unload ``name``, so that it can be loaded again.
+
+        :param adapter: the adapter's plain name. :param name: the same, with
+            "@VERSION".
+        """
         for found in self.server.call("GET", "/v1/models")["data"]:
             left = str(found["id"])
             if left == name:
@@ -128,7 +139,7 @@ class VllmAdapters(VllmServer):
         return {name for names in found for name in names.split(",")}
 
     def resume(self, timeout_s: float) -> None:
-        """Do nothing, as :meth:`pause`."""
+        """Do nothing: the server was not paused."""
 
     def model(self) -> str:
         """Return the name of the newest loaded adapter."""

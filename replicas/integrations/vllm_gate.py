@@ -34,8 +34,9 @@ class VllmGate(Gate):
     adapters."""
 
     def __init__(self, app: object) -> None:
-        """Put the gate in front of ``app``, and register the version's metrics with
-        Prometheus.
+        """Wrap the server's application ``app``, and register the version's metrics
+        with Prometheus. The gate refuses requests before a version is loaded, and
+        control requests of others than the process that loads versions.
 
         :raises RuntimeError: this release of vLLM has its control routes elsewhere.
         """
@@ -43,15 +44,17 @@ class VllmGate(Gate):
         REGISTRY.register(ServedVersion(self._page))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass or refuse a request, as :class:`Gate`. A POST for an adapter's plain
-        name is sent on with the name of its newest version."""
+        """Answer or refuse one ASGI request, as :class:`Gate`. In the body of a POST
+        that selects an adapter by its plain name, put the name of its newest
+        version."""
         if scope["type"] == "http" and scope["method"] == "POST" and (newest := _newest_adapters(scope)):
             receive = _renamed(receive, newest)
         await super().__call__(scope, receive, send)
 
 
 def _newest_adapters(scope: Scope) -> dict[str, str]:
-    """Return {adapter's name: ``NAME@VERSION``}, of its newest loaded version."""
+    """Return {adapter's name: ``NAME@VERSION``} of each adapter's newest version, among
+    those that the server of this request has loaded."""
     newest: dict[str, int] = {}
     models = getattr(scope["app"].state, "openai_serving_models", None)
     for full in list(getattr(models, "lora_requests", {})):
@@ -62,11 +65,16 @@ def _newest_adapters(scope: Scope) -> dict[str, str]:
 
 
 def _renamed(receive: Receive, newest: dict[str, str]) -> Receive:
-    """Return a ``receive`` that yields the body as one message, in which the model, if
-    it is a key of ``newest``, is replaced by its value."""
+    """Return an ASGI ``receive`` that yields the body of a request as one message, in
+    which the model, if it is a key of ``newest``, is replaced by its value.
+
+    :param receive: the server's own ``receive`` of the request.
+    """
     was_read = False
 
     async def read() -> MutableMapping[str, Any]:
+        """At the first call await the whole body, and return it with its model
+        replaced; later pass on the server's next message."""
         nonlocal was_read
         if was_read:
             return await receive()
@@ -85,8 +93,8 @@ def _renamed(receive: Receive, newest: dict[str, str]) -> Receive:
 
 
 def _with_full_name(body: bytes, newest: dict[str, str]) -> bytes:
-    """Return a request's body with its model replaced as :func:`_renamed` says; other
-    bodies are returned unchanged."""
+    """Return a request's JSON body, in which the model, if it is a key of ``newest``,
+    is replaced by its value; return any other body unchanged."""
     try:
         asked = json.loads(body)
     except ValueError:  # vLLM reports it itself
@@ -100,6 +108,8 @@ class ServedVersion(Collector):
     """The metrics of a server that follows a channel, beside those of vLLM."""
 
     def __init__(self, page: GatePage) -> None:
+        """Read from ``page``, the memory that the gate shares with the follower, at
+        each scrape."""
         self._page = page
 
     def collect(self) -> Iterable[Metric]:
@@ -120,7 +130,8 @@ class ServedVersion(Collector):
 
 
 def _control_paths() -> Iterator[str]:
-    """Import the installed vLLM's control routers; yield the paths of their routes.
+    """Import the installed vLLM's control routers; yield the paths of their routes,
+    which only the process that loads versions may request.
 
     :raises RuntimeError: no paths were found, so vLLM must have moved them.
     """

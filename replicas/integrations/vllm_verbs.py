@@ -70,7 +70,7 @@ class VllmServer(HttpEngine):
         except (errors.SyncError, KeyError, IndexError, TypeError) as error:
             if reason := self.health():
                 raise self.server_lost_error(reason) from error
-            logger.info("starting without a warm-up (the server may not serve completions): %s", error)
+            logger.info("going on without a warm-up request (the server may not serve completions): %s", error)
 
     def model(self) -> str:
         """Return the name, read from the server, by which requests select the served
@@ -87,6 +87,12 @@ class VllmEngine(VllmServer):
     """
 
     def __init__(self, url: str, *, complete: bool = True, patches: bool = False, **more: Any) -> None:
+        """Store the server's address; send nothing yet.
+
+        :param complete: whether versions must have all parameters of the model.
+        :param patches: whether the workers may write only the changes of a version.
+        :param more: as for :class:`HttpEngine`.
+        """
         super().__init__(url, **more)
         self._complete, self._patches = complete, patches
         self._open = False
@@ -98,8 +104,12 @@ class VllmEngine(VllmServer):
         self.workers = self.server.call("GET", "/get_world_size")["world_size"]
 
     def attach(self, identity: Identity, timeout_s: float) -> None:
-        """Have the server's workers join the channel with this identity, as ranks from
-        1; first end an update that an earlier follower left open."""
+        """Have the server's workers join the channel as ranks from 1 of the replica
+        that the follower is rank 0 of; wait for that. First end an update that an
+        earlier follower left open in them.
+
+        :param identity: channel, replica and coordinator, as the follower has joined.
+        """
         info = {"channel": identity.channel, "world_size": identity.world_size, "complete": self._complete}
         if self._patches:
             info["patches"] = True
@@ -109,9 +119,9 @@ class VllmEngine(VllmServer):
         self.post("/init_weight_transfer_engine", info, timeout_s=timeout_s)
 
     def check(self, update: Update, timeout_s: float) -> str:
-        """Have the only worker try the version; return why it does not fit the model,
-        or an empty text. With several workers return an empty text: their load finds a
-        misfit.
+        """Have the only worker try the version, without a load; return why it does not
+        fit the model, or an empty text. With several workers send nothing, and return
+        an empty text: their load finds a misfit.
 
         A version that does not fit is refused by the worker; one that fits stays open
         there.
@@ -126,23 +136,27 @@ class VllmEngine(VllmServer):
             self._update(update.version, timeout_s, check=True)
         except RequestRefused as error:
             self.raise_if_dying()
-            self._end_open_update(timeout_s, refuse="it does not fit another worker of the server")
+            self._end_open_update(timeout_s, refuse="another worker of the server cannot load this version")
             return error.message
         self._end_open_update(timeout_s)
         return ""
 
     def drop(self, update: Update, reason: str, timeout_s: float) -> None:
-        """Have the worker refuse the version that :meth:`check` has opened there."""
+        """Have the only worker report the version that :meth:`check` has opened there
+        as refused, for this reason; with several workers do nothing."""
         if self.workers == 1:  # as for check
             self._end_open_update(timeout_s, refuse=reason)
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Pause the server in this mode of vLLM."""
+        """Pause the server: send a request, and wait for the answer.
+
+        :param mode: requests in flight are kept, waited for, or aborted.
+        """
         self.post("/pause", query={"mode": mode}, timeout_s=timeout_s, serving=True)
 
     def load(self, update: Update, timeout_s: float) -> None:
-        """Have the workers receive and load the version; :meth:`reset_caches` ends the
-        update."""
+        """Have the workers receive and load the version of ``update``, and wait for
+        that. The update stays open in them until :meth:`reset_caches`."""
         if self._open:
             self._end_open_update(timeout_s)
         self._open = True
@@ -162,7 +176,8 @@ class VllmEngine(VllmServer):
         return ""
 
     def _update(self, version: int, timeout_s: float, **more: Any) -> None:
-        """Have the workers receive and load the version.
+        """Ask the workers to receive and load the version with this number, and wait
+        for their answer.
 
         :param more: ``check``, ``prove`` or ``refuse`` of :class:`.UpdateInfo`, to
             check, compare or refuse instead.
@@ -181,7 +196,9 @@ class VllmEngine(VllmServer):
             self._update(0, timeout_s, refuse=refuse)
 
     def reset_caches(self, timeout_s: float) -> None:
-        """End the update, and reset the caches of encoders and prefixes.
+        """Have the workers end the update (they report the version as loaded), then
+        reset the caches of encoders and prefixes. Raise SyncError if they cannot be
+        reset.
 
         Kept requests hold parts of the prefix cache: they are computed again then. A
         store of other machines is cleared, too (``reset_external``).
@@ -197,11 +214,13 @@ class VllmEngine(VllmServer):
         raise self.server_lost_error("the prefix cache of the old version could not be reset")
 
     def resume(self, timeout_s: float) -> None:
-        """Let the server compute again."""
+        """Let a paused server compute again: send a request, and wait for the
+        answer."""
         self.post("/resume", timeout_s=timeout_s)
 
     def version(self) -> int | None:
-        """Return the version that the server reports, or None if it reports none."""
+        """Ask the server which version it has loaded; return None if it reports
+        none."""
         try:
             said = self.server.call("GET", "/weight_info", timeout_s=self.longest_s())["weight_version"]
         except (RequestRefused, KeyError, TypeError):

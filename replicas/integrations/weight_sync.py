@@ -50,6 +50,16 @@ class WeightSync:
     """
 
     def __init__(self, channel: str, wait: Wait, deadline: float | None, join: dict[str, Any]) -> None:
+        """Check ``wait``; join nothing yet.
+
+        :param channel: its name.
+        :param wait: the state to wait for after a publish: ``"loaded"``, all live
+            targets serve the new version; ``"committed"``, all have its bytes; None:
+            immediately.
+        :param deadline: seconds for each of the two; None: the channel's for the
+            commit, 60 for the loads.
+        :param join: further arguments of :func:`replicas.join`.
+        """
         if wait not in ("loaded", "committed", None):
             raise errors.UsageError(f"wait={wait!r}", hint='pass "loaded", "committed" or None')
         self._name = channel
@@ -79,12 +89,14 @@ class WeightSync:
         return channel
 
     def publish(self, weights: object, **options: Any) -> None:
-        """Join if need be, and publish; return when the weights are copied. Any other
-        failure is logged, and counted in the figures.
+        """Join the channel unless joined, and publish ``weights``; return when they are
+        copied. A failure other than those below is only logged, and counted as a
+        metric.
 
         :param options: of :meth:`replicas.Channel.publish`.
         :raises replicas.errors.UsageError: no publish has worked yet, and this one is
             wrong, as every later one would be; the channel is left.
+        :raises replicas.errors.ReplicasError: the join failed, as :meth:`join`.
         """
         channel = self.join()
         began = time.monotonic()
@@ -102,8 +114,9 @@ class WeightSync:
         self._open.append(self._last)
 
     def wait_for_last(self) -> None:
-        """Wait for the last publish to commit or to be loaded, as ``wait`` says, at
-        most for the deadline of each. A failure is logged, not raised."""
+        """Block until the last publish has committed, or all live targets have loaded
+        its version, or not at all, by the ``wait`` of the constructor; at most for the
+        deadline of each. A failure is logged, not raised."""
         if self.channel is None or self._last is None or self._wait is None:
             return
         began = time.monotonic()
@@ -126,8 +139,8 @@ class WeightSync:
         return found
 
     def leave(self, *, wait: bool = True) -> list[dict[str, float]]:
-        """Leave the channel; return the unreported figures. Another :meth:`join` joins
-        again.
+        """Leave the channel; return the figures (metrics by name) of syncs that were
+        not reported yet. Another :meth:`join` joins again.
 
         :param wait: first wait for open publishes, by their own deadlines.
         """
@@ -141,8 +154,8 @@ class WeightSync:
         return self.figures()
 
     def _receipt(self, sync: _Sync) -> replicas.Receipt | None:
-        """Wait for the end of a sync; keep its figures, and return its receipt. Return
-        None if it failed, which is logged."""
+        """Block until a sync (one publish) has ended; keep its figures, and return its
+        receipt (the commit's details). Return None if it failed, which is logged."""
         try:
             receipt = sync.pending.wait()
         except errors.ReplicasError as error:
@@ -152,13 +165,14 @@ class WeightSync:
             self._open.remove(sync)
             if receipt is not None:
                 for name, why in receipt.not_loaded.items():
-                    logger.warning("%s did not load; it keeps older weights or is restarted: %s", name, why)
+                    logger.warning("going on without %s, which keeps older weights or is restarted: %s", name, why)
                 sync.figures.update(receipt.metrics())
                 self._figures.append(sync.figures)
         return receipt
 
     def _failed(self, error: errors.ReplicasError) -> None:
-        """Log a failed publish, and add it to the figures."""
+        """Log a failed publish, and count it in the figures (metrics by name) as
+        ``replicas/failed``."""
         logger.warning("training goes on after a failed publish: %s", error)
         self._figures.append({"replicas/failed": 1.0})
 
@@ -189,6 +203,13 @@ class StepSync(WeightSync):
         dtype: torch.dtype | None,
         first: bool,
     ) -> None:
+        """Check the arguments; join nothing yet.
+
+        :param every: optimizer steps from one publish to the next.
+        :param weights: returns the weights to publish of the trainer's model.
+        :param dtype: cast plain floating tensors to this dtype; None: no cast.
+        :param first: publish the weights with which training begins, too.
+        """
         super().__init__(channel, wait, deadline, join)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise errors.UsageError(f"every={every!r}", hint="pass a number of steps, 1 or more")
@@ -200,8 +221,8 @@ class StepSync(WeightSync):
         self._begun = 0
 
     def begin_training(self, step: int, model: Any) -> None:
-        """Join, and publish the model (``first``) or reserve its memory: training
-        begins or resumes at this step.
+        """Join the channel, and publish the model or, with ``first=False``, only
+        reserve memory for it: training begins or resumes at this step.
 
         :raises replicas.errors.UsageError: the model cannot be published as it is; the
             hint has the ``weights`` that would work, if any.
@@ -220,8 +241,9 @@ class StepSync(WeightSync):
             raise
 
     def _reserve(self, model: Any) -> None:
-        """Reserve the channel's memory for weights like these, without a wait, so that
-        the first publish is faster; raise only UsageError."""
+        """Have the channel reserve memory for weights like the model's, without a wait,
+        so that the first publish is faster. Raise UsageError for weights that cannot be
+        published; only log any other error."""
         channel, weights = self.join(), self._weights(model)
         if not isinstance(weights, (torch.nn.Module, Mapping)) and not hasattr(weights, "metadata"):
             return  # a stream has no metadata
@@ -230,17 +252,20 @@ class StepSync(WeightSync):
         except errors.UsageError:
             raise
         except errors.ReplicasError as error:  # the first publish raises it again, or works without
-            logger.info("not reserving memory before the first publish: %s", error)
+            logger.info("going on without memory reserved before the first publish: %s", error)
 
     def step(self, step: int, model: Any) -> None:
-        """Publish the model if a multiple of ``every`` has been reached since the last
-        publish, and wait as ``wait`` says; a repeated call for a step does nothing."""
+        """Publish the model if a multiple of ``every`` steps has been reached since the
+        last publish, and block as :meth:`wait_for_last`; else do nothing.
+
+        :param step: number of optimizer steps so far.
+        """
         if step // self._every > max(self._published, self._begun) // self._every:
             self._sync(step, model)
 
     def end(self, step: int, model: Any, *, changed: bool = False) -> None:
-        """Publish the last step unless it was published: training has ended. Stay on
-        the channel.
+        """Publish the model of the last step unless it was published, and block as
+        :meth:`wait_for_last`: training has ended. Stay on the channel.
 
         :param changed: the model has changed since the last step: publish in any case.
         """
@@ -248,15 +273,19 @@ class StepSync(WeightSync):
             self._sync(step, model)
 
     def _sync(self, step: int, model: Any) -> None:
-        """Publish the model with ``meta["step"]`` = ``step``, and wait as ``wait``
-        says."""
+        """Publish the model with ``meta["step"]`` = ``step``, and block until the
+        version is committed or loaded, as ``wait`` of the class says."""
         self.publish(self._weights(model), dtype=self._dtype, meta={"step": step})
         self._published = step
         self.wait_for_last()
 
 
 def newest(all_figures: list[dict[str, float]]) -> dict[str, float]:
-    """Return the newest value of each figure; of ``replicas/failed`` the total."""
+    """Return the newest value of each figure (a metric by name), and the sum of
+    ``replicas/failed``.
+
+    :param all_figures: one dict for each sync, the oldest first.
+    """
     found: dict[str, float] = {}
     for figures in all_figures:
         found.update(figures)

@@ -17,7 +17,7 @@ class LinuxOnly(ImportError):
 
 
 def require() -> None:
-    """Raise :class:`LinuxOnly` on any system but Linux."""
+    """Raise :class:`LinuxOnly` if this system is not Linux; called at import."""
     if not sys.platform.startswith("linux"):
         raise LinuxOnly(
             f"replicas runs on Linux only, and this is {sys.platform}: use a Linux machine, virtual machine or container"

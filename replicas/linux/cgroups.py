@@ -49,8 +49,9 @@ A later run in this process starts from the original.
 
 
 def find_own(process: Path = Path("/proc/self")) -> Path:
-    """Return the path of :func:`own_group` if this process may create groups in it.
+    """Return the folder of a process's cgroup if this process may make groups in it.
 
+    :param process: its folder in ``/proc``; default: this process.
     :raises OSError: it may not, or there is no cgroup v2.
     """
     folder = own_group(process)
@@ -60,8 +61,9 @@ def find_own(process: Path = Path("/proc/self")) -> Path:
 
 
 def own_group(process: Path = Path("/proc/self")) -> Path:
-    """Return the folder of a process's own cgroup v2; default: of this process.
+    """Return the folder, below a mount of cgroup v2, of the group that a process is in.
 
+    :param process: its folder in ``/proc``; default: this process.
     :raises OSError: there is none, or it is not visible; the text has the reason.
     """
     own = next((line[3:] for line in kernel_lines(process / "cgroup") if line.startswith("0::")), None)
@@ -86,7 +88,10 @@ def own_group(process: Path = Path("/proc/self")) -> Path:
 
 
 def members(group: Path) -> list[int]:
-    """Return the living processes in the group and below it; none if it is gone."""
+    """Return the pids of the processes in the group and below it.
+
+    Empty if it is gone.
+    """
     found: list[int] = []
     for folder, _, _ in os.walk(group):
         with contextlib.suppress(OSError):  # ENODEV: it is being removed
@@ -95,15 +100,18 @@ def members(group: Path) -> list[int]:
 
 
 def enter(group: Path, pid: int) -> None:
-    """Move a process into the group; its later children start there.
+    """Move process ``pid`` into the group; its later children start there, too.
 
-    May raise OSError.
+    :raises OSError: the group is gone, or the kernel refuses.
     """
     _write(group / "cgroup.procs", str(pid))
 
 
 def kill(group: Path) -> None:
-    """SIGKILL every process in the group and below it; do not wait for their ends."""
+    """Send SIGKILL to every process in the group and below it, and do not wait.
+
+    Where ``cgroup.kill`` cannot be written, the processes are signalled one by one.
+    """
     if not (pids := members(group)):
         return
     try:
@@ -113,7 +121,13 @@ def kill(group: Path) -> None:
 
 
 def remove(group: Path) -> bool:
-    """Remove the group with those below it. Return False if a process is in it."""
+    """Remove the group and the groups below it, which must be empty of processes.
+
+    Return True if they are gone, False if a process is in one; those below may be gone
+    then.
+
+    :raises OSError: they cannot be removed for another reason.
+    """
     folders = [Path(folder) for folder, _, _ in os.walk(group, topdown=False)]
     for folder in folders:
         try:
@@ -128,9 +142,12 @@ def remove(group: Path) -> bool:
 
 
 def leave(group: Path, *, run: bool = False) -> None:
-    """Remove an empty node's group, then empty groups of its generation (and ``run``).
+    """Remove a node's empty group, then that of its generation if it is empty, too.
 
+    Errors are ignored: a group that is in use stays, and its last user removes it.
     Groups that ranks created in it (podman, apptainer) are removed with it.
+
+    :param group: path ``RUN/GENERATION/NODE``. :param run: remove the run's group, too.
     """
     with contextlib.suppress(OSError):  # a process is in it, or groups of another user
         remove(group)
@@ -146,14 +163,18 @@ def leave(group: Path, *, run: bool = False) -> None:
 class RunCgroups:
     """The groups of one run: made in the constructor, removed by :meth:`close`.
 
-    :param root: the group in which they are made; default: this process's own.
-    :param limited: True if memory and processes will be limited.
     :ivar path: path of the run's group; None if it cannot be made.
     :ivar limits: controllers that the groups have.
     :ivar refused: why the groups, or their limits, cannot be made; empty if they can.
     """
 
     def __init__(self, run: str, root: Path | None = None, *, limited: bool) -> None:
+        """Create the run's group; on an error set :attr:`refused` and raise nothing.
+
+        :param run: name of the run.
+        :param root: the group in which they are made; default: this process's own.
+        :param limited: True if memory and processes will be limited.
+        """
         self.path: Path | None = None
         self.limits: frozenset[str] = frozenset()
         self.refused = ""
@@ -166,7 +187,12 @@ class RunCgroups:
             self.refused = f"{missing} cannot be delegated by the control group of this process"
 
     def _make(self, run: str, own: Path, *, limited: bool) -> None:
-        """Create the run's group with its controllers; remove groups of dead runs."""
+        """Create the run's group with its controllers, and remove groups of dead runs.
+
+        :param run: name of the run. :param own: folder of the group to make it in.
+        :param limited: delegate the controllers of limits, which may move this process.
+        :raises OSError: the group cannot be made.
+        """
         own = _left.get(own, own)
         self.limits = _delegate_controllers(own) if limited else frozenset()
         _remove_those_of_the_dead(own)
@@ -178,10 +204,11 @@ class RunCgroups:
     def add(
         self, name: str, node: int = 0, *, memory_nbytes: int | None = None, max_processes: int | None = None
     ) -> Path:
-        """Create a node's group of generation ``name``; return its path.
+        """Create and return a node's group for one generation (one start) of a replica.
 
-        The limits are those of the whole generation: of all its nodes' groups together.
+        The limits hold for the whole generation: for all its nodes' groups together.
 
+        :param name: of the generation, as ``GROUP.REPLICA.GENERATION``.
         :param node: the node's number within the generation.
         :raises OSError: the group exists, or it or a limit cannot be made.
         """
@@ -206,15 +233,19 @@ class RunCgroups:
         return group
 
     def _limit(self, group: Path, controller: str, file: str, value: int) -> None:
-        """Write a limit of a group. Raises OSError without the controller."""
+        """Write ``value`` as a limit of a group, into its ``file``.
+
+        :param controller: the controller that enforces it, ``memory`` or ``pids``.
+        :raises OSError: the run's groups do not have that controller.
+        """
         if controller not in self.limits:
             raise OSError(errno.EOPNOTSUPP, f"the controller {controller} of cgroup v2 cannot be used in {self.path}")
         _write(group / file, str(value))
 
     def close(self) -> bool:
-        """Remove the run's group. Return False if processes are still in it.
+        """Remove the run's group, and groups of dead runs beside it; kill nothing.
 
-        Also remove groups of dead runs, which may not have been empty at the start.
+        Return False if processes are still in the run's group, which then stays.
         """
         if self.path is None:
             return True
@@ -224,7 +255,7 @@ class RunCgroups:
 
 
 def _remove_those_of_the_dead(own: Path) -> None:
-    """Remove the groups in ``own`` of runs whose supervisor is dead.
+    """Remove the groups in the folder ``own`` of runs whose supervisor is dead.
 
     Only those of this pid namespace: containers may share groups, but not pids.
     """
@@ -236,11 +267,13 @@ def _remove_those_of_the_dead(own: Path) -> None:
 
 
 def prepare(*, limited: bool) -> Path:
-    """Return the group in which a run's groups can be made. To be called before forks.
+    """Return the folder of the group in which a run's groups will be made.
 
-    It creates no run's group. With ``limited``, this process may move to a group below
-    it, because a group that delegates controllers may have no process. Raises OSError
-    without control groups.
+    To be called before forks. It creates no run's group.
+
+    :param limited: delegate the controllers of limits. This process may move to a group
+        below it for that, because a group that delegates may have no process in it.
+    :raises OSError: this process cannot make control groups.
     """
     own = find_own()
     own = _left.get(own, own)
@@ -250,9 +283,10 @@ def prepare(*, limited: bool) -> Path:
 
 
 def _delegate_controllers(own: Path) -> frozenset[str]:
-    """Delegate the limits' controllers below ``own``; return those that are delegated.
+    """Let groups below the folder ``own`` have limits of memory and processes.
 
-    May move this process into a group below ``own``. Empty if the kernel refuses.
+    Return the controllers for which that works, none if the kernel refuses. May move
+    this process into a group below ``own``.
     """
     there = set((own / "cgroup.controllers").read_text().split())
     control = own / "cgroup.subtree_control"

@@ -8,7 +8,12 @@ from pathlib import Path
 
 
 def reopen(fd: int, flags: int = os.O_RDONLY) -> int:
-    """Return a new descriptor of the same file, with its own open file description."""
+    """Open the file of descriptor ``fd`` again; return the new descriptor.
+
+    The two share no position and no locks.
+
+    :param flags: as for :func:`os.open`; O_CLOEXEC is added.
+    """
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
@@ -24,9 +29,10 @@ def kernel_lines(path: Path) -> list[str]:
 
 
 def open_plain(pid: int, fd: int, *, inode: int | None = None, nbytes: int | None = None) -> int:
-    """Return a new descriptor, for reading, of a regular file that a process has open.
+    """Open a regular file that process ``pid`` has open as ``fd``; return a descriptor.
 
-    Other kinds of files may block.
+    It is open for reading, and the caller owns it. Other kinds of files are refused, as
+    opening them may block.
 
     :param inode: the inode that the file must have; None allows any. Likewise
         ``nbytes``, its size.

@@ -29,7 +29,7 @@ encode = msgspec.msgpack.encode
 
 
 def decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Return a function that decodes bytes to one message of a union.
+    """Return a function that decodes bytes to one message of the msgspec type ``kind``.
 
     It raises ConnectionError for all other bytes. To be called at import: msgspec must
     not see a struct type for the first time in two threads.
@@ -37,7 +37,7 @@ def decoder(kind: Any) -> Callable[[bytes], Any]:
     decoder = msgspec.msgpack.Decoder(kind)
 
     def decode(data: bytes) -> Any:
-        """Return the message; raise ConnectionError for malformed bytes."""
+        """Return the message in ``data``; raise ConnectionError for malformed bytes."""
         try:
             return decoder.decode(data)
         except MALFORMED as error:
@@ -47,18 +47,18 @@ def decoder(kind: Any) -> Callable[[bytes], Any]:
 
 
 def write_packet(sock: socket.socket, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
-    """Send one message as a packet, with duplicates of the descriptors.
+    """Send one message as a packet, with duplicates of the descriptors ``fds``.
 
-    Keep ours open.
+    The descriptors stay open here. Blocks as the socket does.
     """
     socket.send_fds(sock, [encode(message)], list(fds))
 
 
 def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive one packet.
+    """Receive one packet; return its encoded bytes, and the descriptors sent with it.
 
-    Return its encoded bytes, and descriptors that the caller owns. The bytes are empty
-    at the connection's end. Waits as the socket does.
+    The caller owns the descriptors. The bytes are empty at the connection's end. Blocks
+    as the socket does.
 
     :raises ConnectionError: the packet was too large.
     """
@@ -70,9 +70,13 @@ def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _receive(sock: socket.socket, nbytes: int, flags: int) -> tuple[bytes, list[int], int]:
-    """Receive once; return the bytes, their descriptors and the flags.
+    """Receive once, up to ``nbytes``.
 
-    :func:`socket.recv_fds` of Python 3.11 ignores its flags.
+    Return the bytes, new descriptors and result flags.
+
+    In place of :func:`socket.recv_fds`, which ignores its flags in Python 3.11.
+
+    :param flags: of ``recvmsg``.
     """
     fds = array.array("i")
     data, ancillary, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), flags)
@@ -83,12 +87,15 @@ def _receive(sock: socket.socket, nbytes: int, flags: int) -> tuple[bytes, list[
 
 
 def frame_head(body: bytes, fds: Sequence[int]) -> bytes:
-    """Return the head of a frame: length of the body, number of descriptors."""
+    """Return the 5 bytes before a frame's body: its length, and how many ``fds``."""
     return _HEAD.pack(len(body), len(fds))
 
 
 def write_frame(sock: socket.socket, message: msgspec.Struct) -> None:
-    """Send one frame without descriptors on a blocking socket."""
+    """Send one message as a frame without descriptors.
+
+    Block until the socket took it.
+    """
     body = encode(message)
     sock.sendall(frame_head(body, ()) + body)
 
@@ -97,12 +104,13 @@ class FrameReader:
     """Reads frames from a stream socket as they arrive, without waiting."""
 
     def __init__(self, sock: socket.socket) -> None:
+        """Read from ``sock``, a stream socket that the caller owns and closes."""
         self._sock = sock
         self._data = bytearray()
         self._fds: list[int] = []
 
     def receive(self) -> list[tuple[bytes, list[int]]] | None:
-        """Receive, without waiting; return the frames that are now complete.
+        """Receive without waiting; return the frames that are now complete, maybe none.
 
         :returns: ``(encoded body, descriptors that the caller owns)`` each; None at the
             connection's end.
@@ -121,7 +129,12 @@ class FrameReader:
         return list(iter(self._next, None))
 
     def _next(self) -> tuple[bytes, list[int]] | None:
-        """Remove and return the next complete frame with its descriptors, or None."""
+        """Remove the next complete frame from the received bytes, and return it.
+
+        Return its body and its descriptors, or None if it is incomplete.
+
+        :raises ConnectionError: its head is not valid, or descriptors are missing.
+        """
         if len(self._data) < _HEAD.size:
             return None
         length, count = _HEAD.unpack_from(self._data)

@@ -63,13 +63,16 @@ class Pulse(Silence):
     """
 
     def __init__(self, now: float) -> None:
+        """Begin without a ping; the first look is due ``now``."""
         super().__init__(now, LATE_S)
         self.busy = False
 
     def interval_s(self, now: float, *, busy: bool) -> float:
-        """Return the delay in seconds until the next look, and record when that is due.
+        """Return the delay in seconds until the next look at the helper.
 
-        :param busy: True if a request is pending: the delay is then shorter.
+        Record it as due.
+
+        :param busy: a request is pending: the delay is then shorter.
         """
         self.busy = busy
         delay = INTERVAL_S if busy or self.asked else IDLE_S
@@ -77,9 +80,10 @@ class Pulse(Silence):
         return delay
 
     def next_action(self, now: float) -> Literal["ping", "wait", "frozen"]:
-        """Return the owner's next action; ``frozen``: kill the helper.
+        """Return the owner's next action: "ping", "wait" (do nothing) or "frozen".
 
-        ``ping``: send a ping, which counts as sent from now on. ``wait``: do nothing.
+        ``"ping"`` means to send a ping, which counts as sent from now on; ``"frozen"``
+        to kill the helper, which has not answered for :data:`SILENCE_S`.
         """
         if not self.asked:
             self.ask(now)
@@ -122,6 +126,10 @@ class HelperProcess:
     forget: Callable[[int], msgspec.Struct]
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
+        """Take over a started process; watch its pidfd and socket on the running loop.
+
+        :param sock: connected to the process; set to non-blocking here.
+        """
         self.pid = pid
         self.on_exit: Callable[[str], None] | None = None
         self._pidfd = pidfd
@@ -159,9 +167,11 @@ class HelperProcess:
         return bool(self._pending)
 
     def kill(self, reason: str = "killed") -> None:
-        """SIGKILL the helper: pending requests raise ``died``.
+        """Kill the helper by SIGKILL; pending requests raise the error :attr:`died`.
 
         ``on_exit`` is not called. Does not wait for its end; see :meth:`wait_dead`.
+
+        :param reason: text for the errors.
         """
         self.on_exit = None
         self._kill_and_fail(reason)
@@ -169,7 +179,9 @@ class HelperProcess:
     async def wait_dead(self, timeout_s: float = 5.0) -> bool:
         """Wait until the process has ended, and so has freed its memory.
 
-        Do not kill it. Return True if it has ended, False after ``timeout_s``.
+        Do not kill it.
+
+        Return True if it has ended, False after ``timeout_s``.
         """
         await is_set_within(self._gone, timeout_s)
         return self.dead
@@ -180,10 +192,15 @@ class HelperProcess:
         return {self._sock.fileno(), self._pidfd} - {-1}
 
     async def _ask(self, request: Any, timeout_s: float, kind: type[_R], *memories: HelperMemory) -> _R:
-        """Send memories that the helper lacks, and a request; return its reply.
+        """Send a request to the helper, wait for the reply, and return it.
 
-        :param kind: the type that the reply must have; for others :meth:`_failure`.
-        :raises HelperDied: it died, or was killed ``KILL_GRACE_S`` after ``timeout_s``.
+        :param timeout_s: limit of the request; ``KILL_GRACE_S`` later the helper is
+            killed.
+        :param kind: the type that the reply must have; another one raises
+            :meth:`_failure`.
+        :param memories: sent before the request, unless the helper has mapped them
+            already.
+        :raises HelperDied: it is dead, died, or was killed at the limit.
         """
         if not self.usable:
             raise self.died(self._end_text())
@@ -209,22 +226,23 @@ class HelperProcess:
         return reply
 
     def _failure(self, reply: Any, text: str) -> Exception:
-        """Return the error for a reply other than the expected one.
+        """Return the error to raise for a reply of an unexpected type.
 
         A subclass implements this and :meth:`_answers_ping`.
 
-        :param text: for a reply that is no error.
+        :param reply: an error of the helper, or anything else.
+        :param text: message for a reply that is not an error.
         """
         raise NotImplementedError
 
     def _answers_ping(self, reply: Any) -> bool:
-        """Return True if the reply answers a ping."""
+        """Return True if the reply answers a ping, and belongs to no request."""
         raise NotImplementedError
 
     def _send(self, message: msgspec.Struct, *fds: int) -> None:
-        """Queue a frame, with duplicates of ``fds``.
+        """Queue a message, with duplicates of the descriptors ``fds``, and try to send.
 
-        Send it as soon as the socket has room.
+        Does not block; the rest follows when the socket has room.
         """
         body = frames.encode(message)
         owned = [os.dup(fd) for fd in fds]  # a buffer may be closed before it is sent
@@ -233,7 +251,12 @@ class HelperProcess:
             self._flush()
 
     def _flush(self) -> None:
-        """Send queued frames until the socket is full; continue once it has room."""
+        """Send queued frames until the socket is full.
+
+        The loop calls it again when it has room.
+
+        If the connection has failed, kill the helper and fail its pending requests.
+        """
         try:
             while self._unsent:
                 data, fds = self._unsent[0]
@@ -253,29 +276,36 @@ class HelperProcess:
             self._loop.remove_writer(self._sock)
 
     def _next_look(self) -> asyncio.TimerHandle:
-        """Schedule the next check; return its timer."""
+        """Schedule :meth:`_check_alive` on the loop; return the timer."""
         delay = self._pulse.interval_s(self._loop.time(), busy=self.at_work)
         return self._loop.call_later(delay, self._check_alive)
 
     def _look_soon(self) -> None:
-        """Schedule the check of an idle helper earlier, as it gets a request."""
+        """Move the next check of an idle helper forward, as it gets a request."""
         if not self._pulse.asked and not self._pulse.busy:
             self._timer.cancel()
             self._timer = self._next_look()
 
     def _check_alive(self) -> None:
-        """Send a ping or kill a frozen helper, and schedule the next check."""
+        """Send a ping, or kill a helper that does not answer; schedule the next check.
+
+        The timer calls it on the loop.
+        """
         match self._pulse.next_action(self._loop.time()):
             case "frozen":
-                self._kill_and_fail(f"it gave no sign of life for {SILENCE_S:g} s and was killed")
+                self._kill_and_fail(f"it did not respond for {SILENCE_S:g} s and was killed")
                 return
             case "ping":
                 self._send(self.ping(next(self._numbers)))
         self._timer = self._next_look()
 
     def _readable(self) -> None:
-        """Handle the replies that have come; at the connection's end, kill the
-        helper."""
+        """Handle the replies that have come.
+
+        The loop calls it when the socket has data.
+
+        At the connection's end, close the socket and kill the helper.
+        """
         try:
             came = self._frames.receive()
             if came is None:
@@ -287,7 +317,10 @@ class HelperProcess:
             self._sock.close()
 
     def _handle(self, came: list[tuple[bytes, list[int]]]) -> None:
-        """Record each answer to a ping, and give pending requests their replies."""
+        """Give pending requests their replies, and note answers to pings.
+
+        :param came: encoded replies with their descriptors, which are closed.
+        """
         for body, fds in came:
             frames.close_all(fds)  # replies carry no descriptors
             reply = self.decode(body)
@@ -300,7 +333,12 @@ class HelperProcess:
                 future.set_result(reply)
 
     def _kill_and_fail(self, reason: str) -> None:
-        """Kill the helper if it still lives, and fail all pending requests."""
+        """Kill the helper if it lives, and fail all pending requests.
+
+        Unsent frames are dropped, and the connection is shut down.
+
+        :param reason: text for the errors; an earlier reason stays.
+        """
         self._reason = self._reason or reason
         if self.usable:
             self._life.give_up()
@@ -319,7 +357,10 @@ class HelperProcess:
                 future.set_exception(self.died(self._end_text()))
 
     def _ended(self) -> None:
-        """Record the end of the process, which its pidfd reports; call ``on_exit``."""
+        """Handle the end of the process, which the pidfd reports to the loop.
+
+        Close the pidfd, wake :meth:`wait_dead`, and call ``on_exit`` if it is set.
+        """
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
@@ -338,23 +379,32 @@ class _Memories:
     """The memories that a helper has; it is notified when one is closed here."""
 
     def __init__(self, helper: HelperProcess) -> None:
+        """Begin with nothing mapped; messages are sent by ``helper``."""
         self._helper = helper
         self._mapped: set[int] = set()
 
     def map(self, memory: HelperMemory) -> None:
-        """Send a memory's descriptor, once; raise OSError if it is closed."""
+        """Send a memory's descriptor to the helper, unless the helper has mapped it.
+
+        From then on the helper is told when the memory is closed here.
+
+        :raises OSError: the memory is closed.
+        """
         if memory.key not in self._mapped:
             self._helper._send(self._helper.lend(memory), memory.fd)
             self._mapped.add(memory.key)
             memory.watchers.add(self)
 
     def buffer_closed(self, key: int) -> None:
-        """Any thread: have the helper unmap memory ``key``, which was closed here."""
+        """Have the helper unmap memory ``key``, which was closed here.
+
+        For any thread.
+        """
         with contextlib.suppress(RuntimeError):  # the loop is closed, so the helper has ended
             self._helper._loop.call_soon_threadsafe(self._unmap, key)
 
     def _unmap(self, key: int) -> None:
-        """Have the helper unmap memory ``key``, if it was sent that."""
+        """Tell the helper to unmap memory ``key``, if it has mapped it; on the loop."""
         if key in self._mapped and self._helper.usable:
             self._mapped.discard(key)
             self._helper._send(self._helper.forget(key))

@@ -23,7 +23,7 @@ TORCHRUN = "PET_"
 
 
 def interpreter() -> str:
-    """Return the path of this Python's interpreter, which runs the helpers.
+    """Return the path of the Python executable that runs this library's processes.
 
     :raises replicas.errors.UsageError: ``sys.executable`` is not an interpreter, and
         the folders of this Python have none.
@@ -46,15 +46,22 @@ def interpreter() -> str:
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs ``module`` in this interpreter, with ``-P``."""
+    """Return the command line that runs ``module`` in this interpreter.
+
+    ``-P`` keeps the working folder off its import path.
+    """
     return [interpreter(), "-P", "-m", module, *arguments]
 
 
 def popen_arguments(environment: Mapping[str, str], folder: str = "") -> dict[str, Any]:
-    """Return keyword arguments of :class:`subprocess.Popen` for a helper.
+    """Return keyword arguments of :class:`subprocess.Popen` for a process of ours.
 
-    :param environment: its environment, without the path of this package.
-    :param folder: as for :func:`replicas.common.own_code.findable`.
+    They are working folder ``/``, environment, empty stdin, and a session of its own.
+
+    :param environment: its environment; variables of torchrun (``PET_``) are left out,
+        and the path of this package is added.
+    :param folder: base of relative entries of ``PYTHONPATH``; default: the working
+        folder.
     """
     return {
         "cwd": "/",

@@ -16,7 +16,8 @@ from replicas import errors
 def put_in_order() -> None:
     """Open closed standard streams, reset an ignored SIGCHLD and unblock all signals.
 
-    To be called first, in the main thread.
+    Changes this process; each program of the library calls it first, in the main
+    thread.
     """
     open_streams()
     # With SIGCHLD ignored every exit code would be read as 0; a blocked signal would
@@ -27,9 +28,9 @@ def put_in_order() -> None:
 
 
 def open_streams() -> None:
-    """Open ``/dev/null`` for each standard stream that is closed.
+    """Open ``/dev/null`` in this process for each standard stream that is closed.
 
-    Otherwise children would use the next file or socket as that stream.
+    Otherwise the next file or socket would get its number, and children would use that.
     """
     for number in range(3):
         try:

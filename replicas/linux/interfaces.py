@@ -21,10 +21,10 @@ _INET6 = Path("/proc/self/net/if_inet6")
 
 
 def interface_of(address: str) -> str:
-    """Return the name of this machine's interface with the address, or "" if none has.
+    """Return the name of this machine's network interface with ``address``; "" if none.
 
     If several have it (two VLANs may have one link-local address), prefer the interface
-    that the address names.
+    that the address names after ``%``. Also "" if ``address`` is not an IP address.
     """
     text, _, named = address.partition("%")
     try:
@@ -36,7 +36,7 @@ def interface_of(address: str) -> str:
 
 
 def _ipv6() -> Iterator[tuple[ipaddress.IPv6Address, str]]:
-    """Yield each IPv6 address of this machine with its interface."""
+    """Yield (address, interface name) for each IPv6 address of this machine."""
     try:
         lines = kernel_lines(_INET6)
     except OSError:  # the kernel has no IPv6
@@ -46,7 +46,7 @@ def _ipv6() -> Iterator[tuple[ipaddress.IPv6Address, str]]:
 
 
 def _ipv4() -> Iterator[tuple[ipaddress.IPv4Address, str]]:
-    """Yield the first IPv4 address of each interface, with the interface."""
+    """Yield (address, interface name) for the first IPv4 address of each interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             try:

@@ -10,10 +10,12 @@ from replicas.linux.processes import process_name, processes
 
 
 def mappers(inodes: Container[int]) -> dict[int, set[int]]:
-    """Return, by pid, which of these inodes of memfds the process has mapped.
+    """Return, by pid, which of these memfds each process has mapped into its memory.
 
     Only processes that this user may look at. Reads the list of mappings of each
     process: a millisecond for a large one.
+
+    :param inodes: of the memfds.
     """
     found: dict[int, set[int]] = {}
     for pid in processes():
@@ -25,6 +27,6 @@ def mappers(inodes: Container[int]) -> dict[int, set[int]]:
 
 
 def named(pids: Iterable[int]) -> str:
-    """Return a text such as "processes 12 (vllm), 34 (python3)"."""
+    """Return a text such as "processes 12 (vllm), 34 (python3)" for these pids."""
     texts = [f"{pid} ({name})" if (name := process_name(pid)) else str(pid) for pid in sorted(pids)]
     return f"process{'' if len(texts) == 1 else 'es'} {', '.join(texts)}"

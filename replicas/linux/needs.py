@@ -31,7 +31,10 @@ class Missing(NamedTuple):
 
 
 def _signal() -> int:
-    """Return a new pidfd of this process, after sending signal 0 by it."""
+    """Send signal 0 to this process by a pidfd, to try the call; return the pidfd.
+
+    :raises OSError: the call is denied.
+    """
     pidfd = os.pidfd_open(os.getpid())
     try:
         signal.pidfd_send_signal(pidfd, 0)
@@ -60,7 +63,10 @@ _REPLACED = (
 
 
 def missing() -> Iterator[Missing]:
-    """Try each required feature; yield the missing ones."""
+    """Try each feature of the system that this library needs.
+
+    Yield those that are missing.
+    """
     if not hasattr(select, "epoll") or not isinstance(_thread.start_new_thread, BuiltinFunctionType):
         yield Missing("Python's own threads and selectors were replaced in this process", _REPLACED)
     for name, call in CALLS.items():

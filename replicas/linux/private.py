@@ -32,13 +32,16 @@ class NotPrivate(PermissionError):
     """A file or folder is another user's, or others can write it; with a ``hint``."""
 
     def __init__(self, path: Path, why: str, hint: str) -> None:
+        """Make the error: ``why`` the path is refused, and a ``hint`` what to do."""
         super().__init__(errno.EPERM, why, str(path))
         self.hint = hint
 
 
 @contextlib.contextmanager
 def folder(path: Path, *, make: bool = False) -> Iterator[int]:
-    """Open a folder of ours; yield its descriptor, for use as ``dir_fd`` in the block.
+    """Context manager: open a folder of this user; yield its descriptor as ``dir_fd``.
+
+    The descriptor is closed after the block.
 
     :param make: create missing folders of the path.
     :raises NotPrivate: the folder, or a symbolic link on the way to it, belongs to
@@ -50,9 +53,9 @@ def folder(path: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder and its missing parents; accept an existing folder of ours.
+    """Create the folder and its missing parents; accept an existing one of this user.
 
-    :raises NotPrivate: an existing folder is not private; see :func:`folder`.
+    :raises NotPrivate: an existing folder is another user's, or others can write to it.
     """
     with folder(path, make=True):
         pass
@@ -61,7 +64,8 @@ def make_folder(path: Path) -> None:
 def check_folder(path: Path, *, once_ours: str) -> None:
     """Raise the OSError that :func:`make_folder` would raise; create nothing.
 
-    :param once_ours: as in :func:`close_to_others`, which would close the folder.
+    :param once_ours: name of a file. If the folder has it, its mode is not checked, as
+        :func:`close_to_others` would repair it.
     """
     found = next(one for one in (path, *path.parents) if one.exists())
     with _walked(found) as descriptor:
@@ -77,11 +81,12 @@ def check_folder(path: Path, *, once_ours: str) -> None:
 
 
 def close_to_others(path: Path, *, once_ours: str) -> None:
-    """Revoke others' write permission on a folder with a file ``once_ours`` of ours.
+    """Revoke others' write permission on the folder ``path``, if it was ours before.
 
-    Kubernetes' ``fsGroup`` grants the volume's group that permission at each mount. A
-    folder without the file is left as it is, as its mode may be intended; opening it
-    then raises :class:`NotPrivate`.
+    Kubernetes' ``fsGroup`` grants the volume's group that permission at each mount.
+
+    :param once_ours: name of a file of this user that proves it. A folder without it is
+        left as it is, as its mode may be intended; opening it then raises NotPrivate.
     """
     with _walked(path) as descriptor:
         found, us = os.fstat(descriptor), os.geteuid()
@@ -97,7 +102,12 @@ def close_to_others(path: Path, *, once_ours: str) -> None:
 
 @contextlib.contextmanager
 def _walked(path: Path, *, make: bool = False) -> Iterator[int]:
-    """Open the folder at ``path`` as :func:`_walk` does, for the block."""
+    """Context manager: open a folder; yield its descriptor, which is then closed.
+
+    Symbolic links on the way must be this user's or root's.
+
+    :param make: create missing folders of the path.
+    """
     descriptor = _walk(path, make=make)
     try:
         yield descriptor
@@ -106,7 +116,13 @@ def _walked(path: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def _walk(path: Path, *, make: bool) -> int:
-    """Open the folder at ``path`` without checking its owner; return its descriptor."""
+    """Open a folder, step by step from the root; return its descriptor (O_PATH).
+
+    Symbolic links on the way must be this user's or root's. The owner of the folder
+    itself is not checked.
+
+    :param make: create missing folders of the path.
+    """
     todo = list(reversed(path.absolute().parts))
     links = 0
     descriptor = os.open(todo.pop(), _FOLDER)
@@ -131,7 +147,12 @@ def _walk(path: Path, *, make: bool) -> int:
 
 
 def _step(descriptor: int, name: str, path: Path, *, make: bool) -> int:
-    """Open one component of the path; NotADirectoryError for a link or a file."""
+    """Open the folder ``name`` in an open folder; return its descriptor.
+
+    :param descriptor: of the open folder. :param path: the whole path, for errors.
+    :param make: create the folder if it is missing.
+    :raises NotADirectoryError: it is a link or a file.
+    """
     flags = _FOLDER | os.O_NOFOLLOW  # O_DIRECTORY triggers automounts
     try:
         return os.open(name, flags, dir_fd=descriptor)
@@ -144,8 +165,9 @@ def _step(descriptor: int, name: str, path: Path, *, make: bool) -> int:
 
 
 def _link(descriptor: int, name: str, path: Path) -> Path:
-    """Return the path to which the link ``name`` leads.
+    """Return the path to which the symbolic link ``name`` in an open folder leads.
 
+    :param descriptor: of the open folder. :param path: the whole path, for errors.
     :raises NotPrivate: the link is of a user other than this one and root.
     :raises NotADirectoryError: it is not a link.
     """
@@ -164,7 +186,10 @@ def _link(descriptor: int, name: str, path: Path) -> Path:
 
 
 def _check_folder(descriptor: int, path: Path) -> None:
-    """Raise NotPrivate if the folder is another user's, or others can write to it."""
+    """Raise NotPrivate if an open folder is another user's, or others can write to it.
+
+    :param path: of the folder, for the error.
+    """
     found, us = os.fstat(descriptor), os.geteuid()
     if found.st_uid not in (us, 0):
         raise NotPrivate(path, f"it belongs to user {found.st_uid}, and this is user {us}", "have it removed")
@@ -177,10 +202,11 @@ def _check_folder(descriptor: int, path: Path) -> None:
 
 
 def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:
-    """Open a regular file of ours in a folder of ours, like :func:`os.open`.
+    """Open a regular file of this user in a private folder; return a descriptor.
 
-    Return the new descriptor. A file that is opened for writing gets the mode 0600.
+    A file that is opened for writing gets the mode 0600.
 
+    :param flags: as for :func:`os.open`.
     :param make_folder: create missing folders of the path.
     :raises NotPrivate: the file or its folder is another user's, or the file is a link.
     """
@@ -189,7 +215,14 @@ def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:
 
 
 def _open_in(parent: int, path: Path, flags: int) -> int:
-    """Open a file of ours in the folder ``parent``; return its descriptor."""
+    """Open a file of this user in an open folder; return a descriptor.
+
+    It may not be a link. Opened for writing, it gets the mode 0600.
+
+    :param parent: descriptor of the folder. :param path: of the file: its name is
+        opened, all of it is for errors. :param flags: as for :func:`os.open`.
+    :raises NotPrivate: it is another user's, or not a regular file.
+    """
     # Truncate only after the check; a pipe in its place must not block.
     careful = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -214,27 +247,36 @@ def _open_in(parent: int, path: Path, flags: int) -> int:
 
 
 def read(path: Path) -> bytes:
-    """Return the content of a file of ours.
+    """Return the content of a file of this user.
 
-    Raises OSError as :func:`open_file` does.
+    :raises NotPrivate: the file or its folder is another user's, or the file is a link.
     """
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
 
 def write(path: Path, data: bytes) -> None:
-    """Overwrite a file in place; a process killed meanwhile leaves part of ``data``."""
+    """Overwrite the file with ``data``, or create it; not atomic.
+
+    A process that is killed meanwhile leaves a part of ``data``.
+    """
     _fill(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), data)
 
 
 def create(path: Path, data: bytes) -> None:
-    """Create a file of ours with this content; an existing file is removed first."""
+    """Create a file with the content ``data`` and mode 0600.
+
+    Remove an old one first.
+    """
     with folder(path.parent) as parent:
         _create_in(parent, path, data)
 
 
 def _create_in(parent: int, path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Create the file in the folder ``parent``; an existing file is removed first."""
+    """Create a file with this content in an open folder; remove an existing one first.
+
+    :param parent: descriptor of the folder. :param sync: wait until it is on the disk.
+    """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path.name, dir_fd=parent)
     # O_EXCL: no other process has it open yet
@@ -242,7 +284,11 @@ def _create_in(parent: int, path: Path, data: bytes, *, sync: bool = False) -> N
 
 
 def _fill(descriptor: int, data: bytes, offset: int = 0, *, sync: bool = False) -> None:
-    """Write all data at ``offset`` of a file, and close its descriptor."""
+    """Write all of ``data`` at byte ``offset`` of an open file, and close the file.
+
+    :param sync: wait until it is on the disk.
+    :raises OSError: the disk is full; the descriptor is closed even then.
+    """
     try:
         if os.pwrite(descriptor, data, offset) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -271,26 +317,32 @@ def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
 
 
 def overwrite(path: Path, data: bytes, offset: int) -> None:
-    """Overwrite bytes of an existing file in place, which needs no room on the disk."""
+    """Overwrite bytes of an existing file from ``offset`` on, in place.
+
+    That needs no room on the disk.
+    """
     _fill(open_file(path, os.O_WRONLY), data, offset)
 
 
 def rename(path: Path, name: str) -> None:
-    """Rename a file within its folder; replace an existing file of that name."""
+    """Rename the file ``path`` to ``name`` in its folder.
+
+    Replace a file of that name.
+    """
     with folder(path.parent) as parent:
         os.rename(path.name, name, src_dir_fd=parent, dst_dir_fd=parent)
 
 
 def remove(path: Path) -> None:
-    """Remove the file of this name in a folder of ours, if there is one."""
+    """Remove the file at ``path``, in a private folder; do nothing if it is missing."""
     with contextlib.suppress(FileNotFoundError), folder(path.parent) as parent:
         os.unlink(path.name, dir_fd=parent)
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder of ours with its content, as far as possible.
+    """Remove a folder of this user with its content, as far as that is possible.
 
-    Never raise OSError.
+    Links in it are removed, not followed. Never raise OSError.
     """
     with contextlib.suppress(OSError), folder(path) as root:
         # Not os.walk, which works by paths; not shutil, which is slow to import.

@@ -49,25 +49,26 @@ class Child:
     """A direct child, reaped by its starter's loop. ``code`` is None while it lives."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        """Take over a started process, and open its pidfd."""
         self.popen = popen
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(popen.pid)
         self.code: int | None = None
 
     def ended(self, code: int) -> None:
-        """Record the exit code, and close the pidfd."""
+        """Record the exit code, which the caller has reaped, and close the pidfd."""
         self.code = code
         self.popen.returncode = code  # reaped by us, not by Popen
         os.close(self.pidfd)
 
     def signal(self, signum: int) -> None:
-        """Send ``signum`` by the pidfd; do nothing after :meth:`ended`."""
+        """Send ``signum`` by the pidfd; do nothing once the child was reaped."""
         if self.code is None:
             send_signal(self.pidfd, signum)
 
 
 def signal_name(signum: int) -> str:
-    """Return ``SIGKILL`` for 9; ``signal N`` for a signal without a name."""
+    """Return a signal's name, such as ``SIGKILL``, or ``signal N`` without a name."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -77,8 +78,8 @@ def signal_name(signum: int) -> str:
 def stat_fields(pid: int | str) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` from the state letter on.
 
-    :raises ProcessLookupError: it was reaped, or ``/proc`` hides it.
-    :raises PermissionError: ``/proc`` hides other users' (``hidepid``).
+    :raises ProcessLookupError: the process was reaped, or ``/proc`` hides it.
+    :raises PermissionError: ``/proc`` hides other users' processes (``hidepid``).
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
@@ -88,7 +89,10 @@ def stat_fields(pid: int | str) -> list[str]:
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:
-    """Return state letter, parent and start time, or None if it is gone or hidden."""
+    """Return a process's state letter, parent's pid and start time.
+
+    Return None if it is gone or hidden. The time is in clock ticks since the boot.
+    """
     try:
         fields = stat_fields(pid)
     except (PermissionError, ProcessLookupError):
@@ -100,7 +104,10 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """Return the clock ticks from boot to its start, or None if it is gone or dead."""
+    """Return when a process was started, in clock ticks since the boot, or None.
+
+    None stands for a process that is gone, a zombie, or hidden by ``/proc``.
+    """
     found = _stat(pid)
     return None if found is None or found[0] in _DEAD else found[2]
 
@@ -117,13 +124,16 @@ def pid_of(pidfd: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return True if the process is stopped, as by SIGSTOP; False if it is gone."""
+    """Return True if the process is stopped, as by SIGSTOP.
+
+    Return False if it runs, or is gone.
+    """
     found = _stat(pid)
     return found is not None and found[0] == "T"
 
 
 def has_zombie(pid: int) -> bool:
-    """Return True if the process has a child that is a zombie."""
+    """Return True if the process has a dead child that it has not reaped (a zombie)."""
     stats = (_stat(child) for child in processes())
     return any(found is not None and found[1] == pid and found[0] in _DEAD for found in stats)
 
@@ -136,7 +146,7 @@ def processes() -> Iterator[int]:
 
 
 def descriptors(pid: int) -> list[str]:
-    """Return what the process's descriptors link to: ``socket:[123]``, a path.
+    """Return the targets of a process's open descriptors: ``socket:[123]``, a path.
 
     Empty for a process of another user, or one that is gone.
     """
@@ -152,7 +162,10 @@ def descriptors(pid: int) -> list[str]:
 
 
 def _read(pid: int, name: str, errors: type[OSError] | tuple[type[OSError], ...] = _GONE) -> bytes:
-    """Return the content of ``/proc/PID/NAME``; b"" after one of ``errors``."""
+    """Return the content of ``/proc/PID/NAME``.
+
+    B"" if that raises one of ``errors``.
+    """
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except errors:
@@ -160,14 +173,18 @@ def _read(pid: int, name: str, errors: type[OSError] | tuple[type[OSError], ...]
 
 
 def process_name(pid: int) -> str:
-    """Return the name of a process, which may have any characters; "" if it is gone."""
+    """Return the name of a process, as ``ps`` shows it; "" if the process is gone.
+
+    It may have any characters.
+    """
     return _read(pid, "comm", OSError).decode(errors="replace").strip()
 
 
 def command_line(pid: int, limit: int = 120) -> str:
-    """Return the command line of a process as one line of printable characters.
+    """Return a process's command line as one line of at most ``limit`` characters.
 
-    For a dying process, return its name in brackets, as ``ps`` does; "" if it is gone.
+    They are printable. For a dying process, return its name in brackets, as ``ps``
+    does; "" if it is gone.
     """
     text = _read(pid, "cmdline", OSError).replace(b"\0", b" ").decode(errors="replace").strip()
     if not text and (name := process_name(pid)):
@@ -176,15 +193,19 @@ def command_line(pid: int, limit: int = 120) -> str:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Return True for the process that unlinks a dead Python program's shared memory.
+    """Return True if the process is a resource tracker of Python's multiprocessing.
 
-    The answer may decide the order of kills, never whether to kill.
+    It unlinks a dead program's shared memory. The answer may decide the order of kills,
+    never whether to kill.
     """
     return b"from multiprocessing.resource_tracker import main" in _read(pid, "cmdline", OSError)
 
 
 def descendants(root: int) -> list[int]:
-    """Return the living descendants of ``root``, without zombies: a snapshot."""
+    """Return the pids of the living descendants of process ``root``, without zombies.
+
+    One look at ``/proc``: processes that are started meanwhile may be missing.
+    """
     children: dict[int, list[tuple[int, str]]] = {}
     for pid in processes():
         found = _stat(pid)
@@ -201,7 +222,10 @@ def descendants(root: int) -> list[int]:
 
 
 def parents(pid: int) -> list[int]:
-    """Return the ancestors of a process, its parent first."""
+    """Return the pids of a process's ancestors, its parent first.
+
+    Empty if it is gone.
+    """
     found: list[int] = []
     while (stat := _stat(pid)) is not None and stat[1] > 0:
         pid = stat[1]
@@ -210,13 +234,16 @@ def parents(pid: int) -> list[int]:
 
 
 def children(parent: int) -> list[int]:
-    """Return the living children of a process, without zombies."""
+    """Return the pids of a process's living direct children, without zombies."""
     found = ((pid, _stat(pid)) for pid in processes())
     return [pid for pid, stat in found if stat is not None and stat[1] == parent and stat[0] not in _DEAD]
 
 
 def own_children() -> list[int]:
-    """Return the children, zombies included, of this single-threaded process."""
+    """Return the pids of this process's direct children, zombies included.
+
+    This process must have one thread only.
+    """
     try:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_bytes().split()]
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
@@ -224,7 +251,7 @@ def own_children() -> list[int]:
 
 
 def is_below(pid: int, root: int) -> bool:
-    """Return True if ``root`` is an ancestor of the process."""
+    """Return True if process ``root`` is an ancestor of process ``pid``."""
     return root in parents(pid)
 
 
@@ -236,16 +263,20 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def is_marked(pid: int, nonces: str | Collection[str]) -> bool:
-    """Return True if the process's environment has one of these shim nonces.
+    """Return True if the process was started by one of the shims with these nonces.
 
-    False if it has ended, or is another user's.
+    The variable :data:`MARK` in its environment tells. False if it has ended, or is
+    another user's.
     """
     entries = {f"{MARK}={nonce}".encode() for nonce in ([nonces] if isinstance(nonces, str) else nonces)}
     return not entries.isdisjoint(_read(pid, "environ").split(b"\0"))
 
 
 def send_signal(pidfd: int, signum: int) -> bool:
-    """Signal by pidfd. Return False if it is gone or became another user's (sudo)."""
+    """Send a signal by a pidfd, and return True.
+
+    Return False if the process is gone or became another user's (sudo).
+    """
     try:
         signal.pidfd_send_signal(pidfd, signum)
     except (PermissionError, ProcessLookupError):
@@ -254,9 +285,12 @@ def send_signal(pidfd: int, signum: int) -> bool:
 
 
 def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) -> list[int]:
-    """Signal each process that ``still`` confirms with its pidfd open.
+    """Send a signal to each of these processes that is still the intended one.
 
-    Return their pids. Those that are gone or have become another user's are left out.
+    Return the pids of the signalled ones; those that are gone or have become another
+    user's are left out.
+
+    :param still: called with a pid once its pidfd is open; returns True to signal it.
     """
     signalled = []
     for pid in pids:
@@ -273,10 +307,11 @@ def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) 
 
 
 def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Signal every living descendant of this single-threaded process.
+    """Send a signal to every living descendant of this single-threaded process.
 
-    Return their pids. Includes children that ``/proc`` hides: with ``hidepid`` a child
-    that cannot be dumped (``ssh-agent``) is hidden, but the kernel lists it as a child.
+    Return the pids of the signalled ones. Includes children that ``/proc`` hides: with
+    ``hidepid`` a child that cannot be dumped (``ssh-agent``) is hidden, but the kernel
+    lists it as a child.
 
     :param but: pids to leave out.
     """
@@ -286,26 +321,30 @@ def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
 
 
 def marked(nonces: str | Collection[str]) -> list[int]:
-    """Return the pids of other living processes with one of these shim nonces.
+    """Return the pids of other living processes with one of these nonces of shims.
 
-    They are in the processes' environment.
+    A process that a shim has started has its nonce in the environment (:data:`MARK`).
     """
     me = os.getpid()
     return [pid for pid in processes() if pid != me and is_marked(pid, nonces) and start_time(pid) is not None]
 
 
 def signal_marked(nonces: str | Collection[str], signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Signal each process that :func:`marked` finds, except ``but``.
+    """Send a signal to each process that :func:`marked` finds for these nonces.
 
-    Return their pids.
+    Return the pids of the signalled ones.
+
+    :param but: pids to leave out.
     """
     return signal_each([pid for pid in marked(nonces) if pid not in but], signum, lambda pid: is_marked(pid, nonces))
 
 
 def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send ``signum`` to this process when its parent thread ends.
+    """Have the kernel send ``signum`` to this process when its parent's thread ends.
 
-    Exits with 1 if the parent, which had pid ``parent``, is already gone.
+    If the parent is gone already, exit here with code 1.
+
+    :param parent: the parent's pid, read before it could end.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it may have ended before the call
@@ -323,11 +362,12 @@ def name_process(name: str) -> None:
 
 
 def set_mark(nonce: str) -> None:
-    """Show the mark of a shim in this process's ``/proc/PID/environ``.
+    """Put a shim's nonce into this process's environment, as others see it.
 
-    The kernel reads that file from the memory of the environment at the start, which
-    ``os.environ`` does not change. So the process must have been started with
-    :data:`ROOM_FOR_MARK`, a variable as long as a mark, which is overwritten.
+    They read ``/proc/PID/environ``, which the kernel takes from the memory of the
+    environment at the start, and ``os.environ`` does not change that. So the process
+    must have been started with :data:`ROOM_FOR_MARK`, a variable as long as a mark,
+    which is overwritten.
 
     :raises ValueError: it was started without, or the nonce has another length.
     """
@@ -341,7 +381,10 @@ def set_mark(nonce: str) -> None:
 
 
 def _prctl(option: int, argument: int | bytes) -> None:
-    """Call ``prctl`` for this process or thread. Raises OSError if it fails."""
+    """Call ``prctl(option, argument)`` for this process or thread.
+
+    :raises OSError: it failed.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, argument, 0, 0, 0) != 0:
         code = ctypes.get_errno()
@@ -349,10 +392,13 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def boot_id() -> str:
-    """Return the id of this boot of the machine; containers of one kernel share it."""
+    """Return the kernel's id of this boot of the machine.
+
+    All its containers share it.
+    """
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def namespace(kind: str) -> int:
-    """Return this process's namespace id of a kind, such as ``pid`` or ``net``."""
+    """Return the number of this process's namespace of a kind: ``pid``, ``net``, ..."""
     return Path(f"/proc/self/ns/{kind}").stat().st_ino

@@ -23,14 +23,18 @@ _MAX_NBYTES = 16 << 20  # larger than any environment that the kernel accepts
 
 
 def lasting(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return those variables that the loader, Python or torch read only once."""
+    """Return those variables of ``environment`` that a process reads only at its start.
+
+    They are those of the loader, of Python and of torch (``LD_``, ``PYTHON``, ...).
+    """
     return {name: value for name, value in environment.items() if name.startswith(_LASTING)}
 
 
 def describe_own_place() -> list[int]:
-    """Return three new descriptors of this process, for :func:`join_place`.
+    """Return three new descriptors of this process, to be sent to a forked sidecar.
 
-    They are its pidfd, its stderr, and a memfd with a copy of its environment.
+    They are its pidfd, its stderr, and a memfd with a copy of its environment. The
+    caller owns them; the sidecar passes them to :func:`join_place`.
     """
     fds = [os.pidfd_open(os.getpid())]
     try:
@@ -51,9 +55,9 @@ def describe_own_place() -> list[int]:
 def join_place(pidfd: int, output: int, environment: int) -> None:
     """Enter a rank's control group, and take over its output and environment.
 
-    Replaces stdout, stderr and the environment of this process.
-
-    The arguments are those of :func:`describe_own_place` in the rank.
+    Replaces stdout, stderr and the environment of this process, a forked sidecar. The
+    arguments are those that :func:`describe_own_place` returned in the rank; they stay
+    open.
 
     :raises ValueError: the rank has a mark, and this process has no room for it.
     """
@@ -69,6 +73,9 @@ def join_place(pidfd: int, output: int, environment: int) -> None:
 
 
 def _enter_group_of(pidfd: int) -> None:
-    """Enter the control group of a process, if there is one and the kernel permits."""
+    """Enter the control group of a process, given by pidfd.
+
+    Do nothing if that fails.
+    """
     with contextlib.suppress(OSError):  # the mark identifies it, too; and without its rank it ends anyway
         cgroups.enter(cgroups.own_group(Path(f"/proc/{pid_of(pidfd)}")), os.getpid())

@@ -36,7 +36,7 @@ def lacks_threads(error: BaseException) -> bool:
 
 
 def no_process() -> str:
-    """Return one text: why no process or thread can be started, and the remedy."""
+    """Return a text: why no process or thread can be started, and the remedy."""
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     user = "" if most == resource.RLIM_INFINITY else f"user {os.getuid()} may have {most} (ulimit -u), or "
     return (
@@ -46,16 +46,16 @@ def no_process() -> str:
 
 
 def describe_limit(error: OSError) -> tuple[str, str]:
-    """Return two texts for an error of :data:`SCARCE`.
+    """Return (the error's text with the limit behind it, the remedy) for people.
 
-    They are the error with the limit behind it, and the remedy.
+    :param error: one whose ``errno`` is in :data:`SCARCE`.
     """
     why, remedy = _limit(error)
     return f"{os.strerror(error.errno or 0)}: {why}", remedy
 
 
 def _limit(error: OSError) -> tuple[str, str]:
-    """Return two texts: the limit behind an error of :data:`SCARCE`, and the remedy."""
+    """Return (the limit behind an error of :data:`SCARCE`, the remedy), as texts."""
     if error.errno == errno.EMFILE:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"this process may have {most} files open", "raise the limit of open files (ulimit -n)"
@@ -74,7 +74,7 @@ def _limit(error: OSError) -> tuple[str, str]:
 
 
 def _mappings() -> int:
-    """Return the number of this process's mappings, or 0 if unknown."""
+    """Return how many mappings this process has, or 0 if ``/proc`` cannot be read."""
     try:
         with Path("/proc/self/maps").open("rb") as lines:
             return sum(1 for _ in lines)
@@ -83,7 +83,10 @@ def _mappings() -> int:
 
 
 def _sysctl(name: str) -> str:
-    """Return a setting of the kernel, or "a limited number of" if it is hidden."""
+    """Return a setting of the kernel as text, or "a limited number of" if it is hidden.
+
+    :param name: its path below ``/proc/sys``.
+    """
     try:
         return Path(f"/proc/sys/{name}").read_bytes().decode(errors="replace").strip()
     except OSError:  # hidden in some containers

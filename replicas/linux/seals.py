@@ -34,7 +34,7 @@ def is_final(fd: int) -> bool:
 
 
 def close_to_writers(fd: int) -> None:
-    """Close a memfd of this process to new writers.
+    """Seal a memfd against new writers; existing writable mappings keep working.
 
     Do nothing where the kernel cannot.
     """
@@ -44,9 +44,9 @@ def close_to_writers(fd: int) -> None:
 
 
 def make_final(fd: int) -> None:
-    """Close the memfd to new writers and mark it as never filled again.
+    """Seal the memfd against new writers, and mark it as never filled again, for ever.
 
-    ``fd`` may be open for reading only.
+    ``fd`` may be open for reading only. Do nothing if it is final already.
 
     :raises OSError: it belongs to another user, or the kernel cannot do it.
     """

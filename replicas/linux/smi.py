@@ -19,13 +19,13 @@ _stuck: list[subprocess.Popen[str]] = []
 
 
 def gpu_processes(timeout_s: float) -> list[tuple[int, str, str, str]]:
-    """Ask nvidia-smi; return a row for each process that uses a GPU. Blocks.
+    """Ask nvidia-smi which processes use GPUs; return a row for each. Blocks.
 
     :returns: ``(pid, UUID of the GPU, MiB as text, command)`` each.
     :raises OSError: there is no nvidia-smi.
     :raises subprocess.CalledProcessError: it failed.
-    :raises subprocess.TimeoutExpired: it does not answer, or one started by an earlier
-        call still hangs.
+    :raises subprocess.TimeoutExpired: it does not answer within ``timeout_s``, or one
+        started by an earlier call still hangs.
     """
     smi = shutil.which("nvidia-smi")
     if smi is None:
@@ -43,7 +43,9 @@ def gpu_processes(timeout_s: float) -> list[tuple[int, str, str, str]]:
 
 
 def ask(command: list[str], timeout_s: float) -> tuple[int, str]:
-    """Run a command; return its exit code and output.
+    """Run a command and wait for its end; return its exit code and output.
+
+    Its stdin is empty, and its stderr is dropped.
 
     :raises subprocess.TimeoutExpired: it took longer than ``timeout_s``; it was sent
         SIGKILL.
@@ -66,7 +68,10 @@ def ask(command: list[str], timeout_s: float) -> tuple[int, str]:
 
 
 def main() -> int:
-    """Print the number of GPUs, or NVML's error; return the exit code."""
+    """Print the number of GPUs, or NVML's error.
+
+    Return the exit code: 0, or 1 after an error.
+    """
     nvml = ctypes.CDLL(NVML)
     count = ctypes.c_uint()
     code = nvml.nvmlInit_v2()

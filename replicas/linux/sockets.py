@@ -33,13 +33,16 @@ others that it has not rejected yet. Equals the kernel's ``net.core.somaxconn``.
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Return the uid of the process that connected or, for a client, listens."""
+    """Return the user id of the process at the other end of a Unix socket's connection.
+
+    For a client that is the process that listens.
+    """
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def tcp_socket(address: str) -> socket.socket:
-    """Return a new, unconnected TCP socket of this address's family."""
+    """Return a new, unconnected TCP socket of the address's family, IPv4 or IPv6."""
     return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
 
 
@@ -53,12 +56,14 @@ def round_trip_s(connection: socket.socket) -> float:
 
 
 def listener_uids(connection: socket.socket) -> frozenset[int] | None:
-    """Return the uids of the processes that listen at this TCP connection's peer.
+    """Return the uids of the local processes that listen at a connection's peer.
 
     Return None if the peer is on another machine, and an empty set if no local process
     listens, as when the port is forwarded. To be called while the connection is open:
     either the present listener accepted it, or the accepting process has stopped
     listening.
+
+    :param connection: a TCP connection of this process.
     """
     own, peer = (_address(name()[0]) for name in (connection.getsockname, connection.getpeername))
     if not peer.is_loopback and own != peer:  # one's own address is on this machine, too
@@ -73,7 +78,10 @@ def listener_uids(connection: socket.socket) -> frozenset[int] | None:
 
 
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the address without its zone, and an IPv4-mapped one as IPv4."""
+    """Return the IP address in ``text`` without its zone (``%eth0``).
+
+    An IPv4-mapped IPv6 address is returned as IPv4.
+    """
     found = ipaddress.ip_address(text.partition("%")[0])
     return getattr(found, "ipv4_mapped", None) or found
 
@@ -87,7 +95,10 @@ class Listener(NamedTuple):
 
 
 def listeners() -> Iterator[tuple[Listener, int]]:
-    """Yield TCP sockets that listen in this network namespace, with their uids."""
+    """Yield (socket, uid of its owner) for each TCP socket that listens here.
+
+    "Here" is this network namespace. Reads ``/proc/self/net``.
+    """
     for table in ("tcp", "tcp6"):
         try:
             with Path(f"/proc/self/net/{table}").open(encoding="ascii", errors="replace") as lines:
@@ -116,7 +127,10 @@ def holder(inode: int) -> str:
 
 
 def why_not(error: OSError, port: int) -> str:
-    """Return a text for the error of a bind, with the processes that have the port."""
+    """Return a text for the error of a bind, with the processes that have the port.
+
+    :param error: of the bind. :param port: the port that was wanted.
+    """
     found = {holder(one.inode) for one, _ in listeners() if one.port == port} if error.errno == errno.EADDRINUSE else ()
     return f"{error.strerror}{' by ' if found else ''}{', '.join(sorted(found))}"
 
@@ -134,7 +148,10 @@ def may_be_foreign(uids: frozenset[int] | None, owners: frozenset[int] | None) -
 
 
 def describe_owner(uids: frozenset[int] | None) -> str:
-    """Return a clause for an error, such as "is of user 1000"."""
+    """Return a clause for an error about a port, such as "is of user 1000".
+
+    :param uids: the result of :func:`listener_uids`.
+    """
     if not uids:
         return "is a port on which no process of this machine listens"
     return f"is of user {', '.join(map(str, sorted(uids)))}"
@@ -142,7 +159,10 @@ def describe_owner(uids: frozenset[int] | None) -> str:
 
 @contextlib.contextmanager
 def reachable(path: Path) -> Iterator[str]:
-    """Yield a name of the socket ``path`` of at most 107 bytes, for the block."""
+    """Context manager: yield a name of at most 107 bytes for a Unix socket's ``path``.
+
+    A longer path is reached through a descriptor of its folder, open during the block.
+    """
     if len(os.fsencode(path)) <= _PATH_NBYTES:
         yield str(path)
         return
@@ -154,7 +174,7 @@ def reachable(path: Path) -> Iterator[str]:
 
 
 def is_own(path: Path) -> bool:
-    """Return True if the path is a Unix socket that belongs to this user.
+    """Return True if there is a Unix socket of this user at the path, not a link.
 
     :raises OSError: there is nothing at the path.
     """
@@ -163,7 +183,9 @@ def is_own(path: Path) -> bool:
 
 
 def listens(path: Path) -> bool:
-    """Return True if a process, even a frozen one, listens on the socket. Never blocks.
+    """Return True if a process, even a frozen one, listens on the Unix socket ``path``.
+
+    Tries a connection, and never blocks.
 
     :raises OSError: it cannot be determined, as for the socket of another user.
     """

@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 
 def _unlock_in_a_child() -> None:  # another thread of the parent may have held it at the fork
-    """Replace the lock in a forked child."""
+    """Replace the lock in a forked child, where no thread would release it."""
     global _lock
     _lock = threading.Lock()
 
@@ -46,16 +46,21 @@ class Asked(NamedTuple):
 
 
 def folder(log_dir: Path) -> Path:
-    """Return the path of the folder of stack dumps beside these logs.
+    """Return the path of the folder for stack dumps of ranks; create nothing.
 
-    Do not create it.
+    :param log_dir: folder of the log files; it is ``stacks`` in there.
     """
     return log_dir / "stacks"
 
 
 def register(log_dir: Path, rank: int, start: int) -> None:
-    """Make this process write its stacks on :data:`SIGNUM`. Later calls do nothing.
+    """Have this process write its stacks to a file whenever :data:`SIGNUM` arrives.
 
+    Installs a signal handler, and creates the file, which stays open. Later calls do
+    nothing.
+
+    :param log_dir: folder of the log files.
+    :param rank: of this process, for the file's name.
     :param start: clock ticks from boot to the start of this process.
     :raises OSError: the file cannot be created.
     """
@@ -63,7 +68,10 @@ def register(log_dir: Path, rank: int, start: int) -> None:
 
 
 def _register(log_dir: Path, rank: int, start: int) -> None:
-    """Do as :func:`register`; the caller holds the lock."""
+    """Create the file, and have SIGNUM write all threads' stacks to it, once a process.
+
+    In a forked child close the parent's file. Needs the lock; see :func:`register`.
+    """
     pid = os.getpid()
     if pid in _open:
         return
@@ -79,7 +87,7 @@ def _register(log_dir: Path, rank: int, start: int) -> None:
 
 
 def parse(path: Path) -> Asked | None:
-    """Return the process that made this file, by the file's name.
+    """Return the process that made a file of stack dumps, by the file's name.
 
     Return None if the name is not one that :func:`register` makes.
     """

@@ -18,9 +18,10 @@ IDLE_S = 20.0
 
 
 def _work_of(pid: int) -> tuple[str, ...]:
-    """Return texts that change while the process works, or ``("X",)`` if it is gone.
+    """Return five texts of ``/proc/PID/stat``, of which four change while it works.
 
-    They are the state letter, minor and major faults, user and system time.
+    They are the state letter, minor and major faults, user and system time. Return
+    ``("X",)`` if the process is gone.
     """
     try:
         fields = stat_fields(pid)
@@ -33,12 +34,13 @@ class StallWatch:
     """Watch an unreaped child process. ``now`` is of any steady clock."""
 
     def __init__(self, pid: int, now: float) -> None:
+        """Begin to watch process ``pid``, which the caller looks at from ``now`` on."""
         self.pid = pid
         self._seen: tuple[str, ...] = ()
         self._stopped, self._idle = (Patience(now, LOOK_INTERVAL_S) for _ in range(2))
 
     def reason_to_give_up(self, now: float, *, awaited: bool) -> Reason | None:
-        """Look at the child once; return why to give it up, or None.
+        """Look at the child once; return why the caller should kill it, or None.
 
         It signals nothing. A child that was stopped for ``STOPPED_S`` is given up;
         while others wait for it (``awaited``), one that did nothing for ``IDLE_S``,

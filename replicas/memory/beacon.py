@@ -28,15 +28,17 @@ _beacon: Beacon | None = None
 
 
 def own_process() -> ProcessIdentity:
-    """Return pid, start time, boot id and pid namespace of this process."""
+    """Return the identity of this process (pid, start time, boot, namespace)."""
     return ProcessIdentity(os.getpid(), int(stat_fields("self")[START_TIME]), boot_id(), namespace("pid"))
 
 
 def own_beacon() -> Beacon:
-    """Return this process's beacon, created on first use; a forked child gets its own.
+    """Return this process's beacon; create it on first use, also in a forked child.
 
-    A beacon is a memfd with a nonce, which proves that its reader is on this host. Also
-    opens the process's door, if a socket and a thread can be had.
+    A beacon is a memfd with a nonce, which proves that its reader is on this host. With
+    it a socket is opened, and a thread started, from which other containers get
+    descriptors. If that fails, the beacon does not name a socket. All stay open until
+    the process ends.
     """
     global _beacon  # one for all channels of the process
     if _beacon is None or _beacon.pid != os.getpid():
@@ -52,14 +54,15 @@ def own_beacon() -> Beacon:
 
 
 def own_door() -> str:
-    """Return the address of this process's descriptor socket, or "" if it has none."""
+    """Return the address of this process's descriptor socket; "" if it has none yet."""
     return _beacon.door if _beacon is not None and _beacon.pid == os.getpid() else ""
 
 
 def find(beacons: Sequence[Beacon]) -> int:
     """Return the index of the first beacon on this host; -1 if there is none.
 
-    Reads their nonces. Blocks for up to 4 s if doors must be tried, after ``/proc``.
+    It reads their nonces through ``/proc``, and then asks the processes' sockets: it
+    blocks for up to 4 s, so it is called on a thread.
     """
     until = time.monotonic() + _FIND_S - ANSWER_S
     for index, beacon in enumerate(beacons):
@@ -72,9 +75,10 @@ def find(beacons: Sequence[Beacon]) -> int:
 
 
 def _read(beacon: Beacon, *, by_door: bool = False) -> bytes:
-    """Read the random bytes of another process's beacon; b"" if that is impossible.
+    """Return the nonce in another process's beacon; b"" if it cannot be read.
 
-    :param by_door: ask the process for its file; False: open the file in /proc.
+    :param by_door: ask the process's socket, for up to 2 s; False: open the file in
+        /proc.
     """
     try:
         fd = fetch(beacon.door, beacon.fd) if by_door else open_plain(beacon.pid, beacon.fd)

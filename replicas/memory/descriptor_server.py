@@ -65,7 +65,11 @@ class DescriptorServer:
     """
 
     def __init__(self) -> None:
-        """Open the door. :raises OSError, RuntimeError: no socket or thread is left."""
+        """Bind the socket, and start the daemon thread that serves it.
+
+        :raises OSError: no socket is left.
+        :raises RuntimeError: no thread can be started.
+        """
         self.address = SocketAddress(f"replicas-door-{secrets.token_hex(8)}", secrets.token_hex(16))
         self._clients: dict[socket.socket, _Client] = {}
         self._socket = self.address.listen()
@@ -80,14 +84,17 @@ class DescriptorServer:
         os.register_at_fork(after_in_child=self.close_after_fork)
 
     def close_after_fork(self) -> None:
-        """Close the door, in a forked child, where no thread would answer clients."""
+        """Close socket and clients, in a forked child, where no thread serves them."""
         self._selector.close()
         for one in (self._socket, *self._clients):
             one.close()
         self._clients.clear()
 
     def _serve(self) -> None:
-        """Accept and answer clients for ever; drop those that send no request."""
+        """Accept and answer clients for ever, on the server's own thread.
+
+        Drop those that send no request in time.
+        """
         while True:
             waiting = [client.until for client in self._clients.values() if not client.served]
             limit = max(0.0, min(waiting) - time.monotonic()) if waiting else None
@@ -108,7 +115,10 @@ class DescriptorServer:
                 self._drop(one)
 
     def _admit(self) -> None:
-        """Accept one connection of this user and send it a challenge; close others."""
+        """Accept a connection, and send it a challenge (a nonce).
+
+        Close it if it is of another user, or one too many.
+        """
         one, _ = self._socket.accept()
         if len(self._clients) >= CLIENTS or peer_uid(one) != os.geteuid():
             one.close()
@@ -121,8 +131,10 @@ class DescriptorServer:
     def _answer(self, one: socket.socket, client: _Client) -> bool:
         """Answer one request with a descriptor, or that it is not there.
 
-        Returns False if the connection is to be closed: the request is malformed, or
+        Return False if the connection is to be closed: the request is malformed, or
         does not prove the secret.
+
+        :param one: the connection, which has bytes to read. :param client: its state.
         """
         message = one.recv(_MESSAGE_NBYTES)
         theirs, mac, request = _split(message)
@@ -144,7 +156,7 @@ class DescriptorServer:
         return True
 
     def _drop(self, one: socket.socket) -> None:
-        """Close a client's connection, and forget it."""
+        """Close a client's connection, and stop watching it."""
         del self._clients[one]
         self._selector.unregister(one)
         one.close()
@@ -171,10 +183,13 @@ _lock = threading.Lock()
 def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
     """Return a new read-only descriptor of a file that another process has open.
 
-    Blocks for at most :data:`ANSWER_S`, and keeps the connection for :func:`is_open`.
+    It blocks for at most :data:`ANSWER_S`, and keeps the connection for
+    :func:`is_open`. The caller owns the descriptor.
 
     :param door: address and secret of that process's socket.
-    :param fd: the descriptor's number there; ``inode`` and ``nbytes``: of its file.
+    :param fd: the descriptor's number there.
+    :param inode: the inode that the file must have; -1: any.
+    :param nbytes: the size that it must have; -1: any.
     :raises FileNotFoundError: the descriptor is closed, or now of another file.
     :raises ConnectionError: this network namespace has no such door, or the peer hung
         up.
@@ -194,7 +209,7 @@ def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
         try:
             _check(address, reply, ours, theirs, request)
             if flags & socket.MSG_CTRUNC or (reply.endswith(_GIVEN) and not fds):
-                raise OSError("no descriptor is left here, or the system does not let it pass")
+                raise OSError("no file descriptor is left in this process, or the system passes none on")
             if not fds:
                 raise FileNotFoundError
             os.set_inheritable(fds[0], False)
@@ -210,8 +225,9 @@ def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
 
 
 def _within(one: socket.socket, deadline: float) -> socket.socket:
-    """Return the socket, with its next call limited to the deadline.
+    """Limit the next call on the socket to the deadline; return the socket.
 
+    :param deadline: by ``time.monotonic()``.
     :raises TimeoutError: the deadline has passed.
     """
     left = deadline - time.monotonic()
@@ -222,7 +238,10 @@ def _within(one: socket.socket, deadline: float) -> socket.socket:
 
 
 def is_open(door: str) -> bool:
-    """Return True if :func:`fetch` has used this door, and its process still lives."""
+    """Return True if :func:`fetch` has used this door and its process lives.
+
+    Close the connection to a process that has ended. It does not block.
+    """
     with _lock:
         one = _open.get(door)
         if one is None:
@@ -234,7 +253,12 @@ def is_open(door: str) -> bool:
 
 
 def _keep(door: str, one: int) -> None:
-    """Keep the connection ``one`` for :func:`is_open`; close ended, replaced ones."""
+    """Store the connection to a process's door for :func:`is_open`.
+
+    Close the earlier one, and those to processes that have ended.
+
+    :param one: the connection's descriptor, owned here from now on.
+    """
     with _lock:
         for known, other in list(_open.items()):
             if known == door or _has_ended(other):
@@ -243,43 +267,45 @@ def _keep(door: str, one: int) -> None:
 
 
 def _has_ended(one: int) -> bool:
-    """Return True if the peer of the connection ``one`` has closed it."""
+    """Return True if the peer of a connection (a descriptor) has closed it."""
     waiting = select.poll()
     waiting.register(one, select.POLLIN | select.POLLHUP)
     return bool(waiting.poll(0))
 
 
 def _check(address: SocketAddress, reply: bytes, ours: bytes, theirs: bytes, request: bytes) -> None:
-    """Check that the reply is the door's, by its MAC and the nonces of both ends.
+    """Check that a reply comes from a process that knows the door's secret.
 
-    :raises PermissionError: it is not.
+    :param ours: this client's nonce. :param theirs: that of the server.
+    :param request: the request that it answers; the reply's MAC covers all three.
+    :raises PermissionError: it does not prove that.
     :raises ConnectionResetError: the reply is empty.
     """
     if not reply:
-        raise ConnectionResetError("the process with the memory hung up")
+        raise ConnectionResetError("the process with the memory closed the connection")
     mac, status = reply[:_MAC_NBYTES], reply[_MAC_NBYTES:]
     if not _proves(mac, address, b"give", ours, theirs, request, status):
         raise PermissionError("the process with the memory did not prove who it is")
 
 
 def _split(message: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return the challenge, the MAC and the rest of a message."""
+    """Split a message of a client into its challenge, its MAC and the request."""
     end = _CHALLENGE_NBYTES + _MAC_NBYTES
     return message[:_CHALLENGE_NBYTES], message[_CHALLENGE_NBYTES:end], message[end:]
 
 
 def _mac(address: SocketAddress, *parts: bytes) -> bytes:
-    """Return the HMAC of these parts, by the door's secret."""
+    """Return the HMAC of the concatenated parts, with the door's secret as key."""
     return hmac.digest(address.secret.encode(), b"".join(parts), "sha256")
 
 
 def _proves(mac: bytes, address: SocketAddress, *parts: bytes) -> bool:
-    """Return True if ``mac`` is right for these parts, by the door's secret."""
+    """Return True if ``mac`` is right for these parts, under the door's secret."""
     return hmac.compare_digest(mac, _mac(address, *parts))
 
 
 def _after_fork_in_child() -> None:
-    """Close the parent's connections, in a forked child."""
+    """Close the parent's connections to doors, in a forked child."""
     global _lock  # a thread of the parent may have held it
     _lock = threading.Lock()
     for one in _open.values():

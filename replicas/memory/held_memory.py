@@ -41,7 +41,10 @@ log = Log("replicas.memory")
 
 
 def is_in_proc(place: SlotPlace) -> bool:
-    """Return True if this process can open the place's file through ``/proc``."""
+    """Return True if this process can open the place's file through ``/proc``.
+
+    :param place: where another process has a version in its memory.
+    """
     if place.door and place.pid == os.getpid() and place.door != own_door():
         return False  # a process of another container with this pid
     with contextlib.suppress(OSError):  # the process has ended, or its /proc cannot be read
@@ -50,10 +53,10 @@ def is_in_proc(place: SlotPlace) -> bool:
 
 
 def is_there(place: SlotPlace) -> bool:
-    """Return True if the memory at ``place`` still exists, as far as is known here.
+    """Return True if another process's memory still exists, as far as is known.
 
-    Its file is in ``/proc``, or the connection to its process's door is open. Does not
-    wait.
+    Its file is in ``/proc``, or the connection to its process's door (the socket that
+    gives away descriptors) is open. It does not block.
     """
     return is_in_proc(place) or (place.door not in ("", own_door()) and descriptor_server.is_open(place.door))
 
@@ -77,7 +80,7 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True
     try:
         fd = _open(place, wait=wait)
     except (FileNotFoundError, ProcessLookupError):
-        raise Gone(f"{what} is gone", version=version) from None
+        raise Gone(f"{what} is gone, with that process", version=version) from None
     except OSError as error:
         if error.errno in SCARCE:
             raise _too_little(f"{what} cannot be mapped", error, version) from error
@@ -102,13 +105,21 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True
 
 
 def _too_little(what: str, error: OSError, version: int) -> NoCapacity:
-    """Return the error for a limit of this process, which its hint names."""
+    """Return (do not raise) the error for a limit of this process.
+
+    :param what: the start of its text. :param error: the limit that was met.
+    """
     why, remedy = describe_limit(error)
     return NoCapacity(f"{what}: {why}", version=version, hint=f"{remedy}; the version is fetched again automatically")
 
 
 def _open(place: SlotPlace, *, wait: bool) -> int:
-    """Return a descriptor by ``/proc``, else by the door; FileNotFoundError if gone."""
+    """Return a descriptor of the place's file, by ``/proc`` or else by the door.
+
+    :param wait: ask at the process's door, for up to 2 s; False: only try ``/proc``.
+    :raises FileNotFoundError: the memory or its process is gone, or does not answer.
+    :raises OSError: the file cannot be opened here, for another reason.
+    """
     try:
         return open_plain(place.pid, place.fd, inode=place.inode, nbytes=place.nbytes)
     except OSError as error:
@@ -137,6 +148,11 @@ class Living(Generic[T]):
     """
 
     def __init__(self, in_child: Callable[[T], object] | None = None) -> None:
+        """Start empty.
+
+        :param in_child: called with each object in a forked child; only for sets that
+            live as long as the process.
+        """
         self._known: dict[int, weakref.ref[T]] = {}
         self._dead: deque[weakref.ref[T]] = deque()
         if in_child is not None:
@@ -148,7 +164,7 @@ class Living(Generic[T]):
         return iter(found.values())
 
     def add(self, one: T) -> None:
-        """Add an object; adding it twice is harmless."""
+        """Add an object, with a weak reference; adding it twice is harmless."""
         while self._dead:
             self._known.pop(id(self._dead.popleft()), None)
         known = weakref.ref(one, self._dead.append)
@@ -161,6 +177,7 @@ class MemoryHolder:
     _living: Living[MemoryHolder] = Living(operator.methodcaller("close_after_fork"))
 
     def __init__(self) -> None:
+        """Start without memory. A forked child closes its descriptors."""
         self._held: dict[object, tuple[int, int]] = {}
         self._living.add(self)
 
@@ -168,10 +185,12 @@ class MemoryHolder:
         return len(self._held)
 
     def keep(self, key: object, place: SlotPlace, version: int) -> SlotPlace | None:
-        """Hold the memory at ``place``; return the place where others can open it now.
+        """Hold the memory at ``place`` open; return the place where others can open it.
 
-        That is in this process. Ends the hold under ``key`` first. Returns None if the
-        memory cannot be held.
+        That is in this process. It first ends the hold under ``key``. Return None if
+        the memory cannot be held, as on a GPU. It does not block.
+
+        :param key: name for :meth:`let_go`. :param version: for log texts only.
         """
         self.let_go(key)
         if place.device:
@@ -179,13 +198,13 @@ class MemoryHolder:
         try:
             fd = hold(place, version, wait=False)  # on the loop of the coordinator
         except ReplicasError as error:
-            log.info("not keeping version %d: %s", version, error)
+            log.info("going on without keeping version %d in the coordinator: %s", version, error)
             return None
         self._held[key] = (fd, place.serial)
         return SlotPlace(os.getpid(), fd, place.inode, place.nbytes, place.serial, place.part, door=own_door())
 
     def let_go(self, key: object) -> None:
-        """End the hold under ``key``, if any: the owner may refill the memory."""
+        """Close the memory held under ``key``, if any: its owner may refill it."""
         fd, serial = self._held.pop(key, (-1, 0))
         if fd >= 0:
             locks.unlock(fd)  # a child being started may share the file description a moment longer
@@ -193,12 +212,15 @@ class MemoryHolder:
             os.close(fd)
 
     def close(self) -> None:
-        """End all holds."""
+        """Close all memory that is held."""
         for key in list(self._held):
             self.let_go(key)
 
     def close_after_fork(self) -> None:
-        """In a forked child: close the descriptors; the parent keeps the locks."""
+        """Close the descriptors in a forked child.
+
+        The parent keeps memory and locks.
+        """
         for fd, _ in self._held.values():
             os.close(fd)
         self._held.clear()

@@ -25,7 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def _load() -> Any:
-    """Load the compiled C library, and return it, or None without it."""
+    """Load the compiled C library, and return it; None if it is not there."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         compare, changed, change = library.replicas_compare, library.replicas_changed, library.replicas_change
@@ -53,15 +53,24 @@ class Lines:
     """
 
     def __init__(self, run: Bytes, base: Bytes) -> None:
+        """Start with all bits clear; neither ``run`` nor ``base`` may move.
+
+        :raises ValueError: the sizes differ, or ``run`` does not start at a multiple of
+            64.
+        """
         if run.nbytes != base.nbytes or (run.nbytes and run.ctypes.data % LINE_NBYTES):
             raise ValueError(f"a base of {base.nbytes} bytes does not fit {run.nbytes} bytes at {run.ctypes.data:#x}")
         self._run, self._base, self._lock = run, base, threading.Lock()
         self.words = np.zeros(-(-run.nbytes // WORD_NBYTES), np.uint64)
 
     def compare(self, first: int, last: int, threads: int = 1) -> None:
-        """Compare bytes ``first`` up to ``last``, without it, with those of the base.
+        """Compare a range of the run's bytes with those of the base.
 
-        Set the bits of the lines that differ; clear none. Thread-safe.
+        Set the bits of the lines that differ; clear none. Thread-safe; the C code runs
+        without the GIL.
+
+        :param first: the first byte. :param last: the byte after the last.
+        :param threads: how many threads of the C code share the work.
         """
         if not 0 <= first <= last <= self._run.nbytes:
             raise ValueError(f"bytes {first} to {last} of {self._run.nbytes}")
@@ -79,7 +88,8 @@ def find_changed(
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any]] | None:
     """Return (indices, xors) of elements that differ in bytes ``first`` to ``last``.
 
-    Returns None if more than ``most`` differ. Indices count elements from ``first``.
+    Return None if more than ``most`` differ. Indices count elements from ``first``; an
+    xor is that of both values.
 
     :param words: as :attr:`Lines.words`, to make the C code skip lines that are the
         same; None to compare all.
@@ -99,9 +109,11 @@ def find_changed(
 
 
 def apply_xors(run: Bytes, numbers: npt.NDArray[np.uint32], xors: npt.NDArray[Any]) -> None:
-    """Change elements ``numbers`` of ``run``, in place, by xor with these values.
+    """Xor elements of ``run`` with these values, in place.
 
-    Reverses :func:`find_changed`. The elements must exist.
+    It reverses :func:`find_changed`.
+
+    :param numbers: indices of the elements, which must exist.
     """
     if _library is None:
         run.view(xors.dtype)[numbers] ^= xors

@@ -133,22 +133,28 @@ _tag_decoder = msgspec.msgpack.Decoder(tuple[int, int, _Tagged])
 
 
 def encode(frame: MemberFrame | ServerFrame) -> bytes:
-    """Encode a frame as MessagePack."""
+    """Return a frame (message with its numbers) as MessagePack."""
     return _encoder.encode(frame)
 
 
 def encode_body(body: FromCoordinator | FromMember) -> bytes:
-    """Encode a message without its frame, once for many receivers or sends."""
+    """Return a message as MessagePack, without a frame, for :func:`encode_frame`.
+
+    So it is encoded once for many receivers or sends.
+    """
     return _encoder.encode(body)
 
 
 def encode_frame(seq: int, ack: int, body: bytes) -> bytes:
-    """Encode the frame of a message that :func:`encode_body` has encoded."""
+    """Return the frame of a message that :func:`encode_body` has encoded.
+
+    :param seq: number of the message. :param ack: highest number received.
+    """
     return _encoder.encode((seq, ack, msgspec.Raw(body)))
 
 
 def decode_member_frame(data: bytes) -> MemberFrame:
-    """Decode a frame from a member, and check its values (:mod:`bounds`).
+    """Decode a frame from a member, and check that its values are within their limits.
 
     :raises msgspec.DecodeError: it is malformed, or a value is out of range; the text
         names the message, the field and the limit.
@@ -160,7 +166,10 @@ def decode_member_frame(data: bytes) -> MemberFrame:
 
 
 def _name_of(data: bytes) -> str:
-    """Return the name of a frame's message and a colon, or "" if it shows none."""
+    """Return the name of the message in a frame and ": ", or "" if it has none.
+
+    For error texts: the frame may be malformed.
+    """
     try:
         return f"{decoded(_tag_decoder, data)[2].type}: "
     except msgspec.DecodeError:
@@ -168,5 +177,8 @@ def _name_of(data: bytes) -> str:
 
 
 def decode_server_frame(data: bytes) -> ServerFrame:
-    """Decode a frame from the coordinator; raise msgspec.DecodeError if malformed."""
+    """Decode a frame from the coordinator.
+
+    :raises msgspec.DecodeError: it is malformed.
+    """
     return decoded(_server_decoder, data)

@@ -35,15 +35,18 @@ Word = TypeVar("Word", bound=str)
 
 
 def _refuse(text: str, hint: str = "", cause: BaseException | None = None) -> NoReturn:
-    """Raise UsageError with this text and hint."""
+    """Raise UsageError with this text and hint.
+
+    :param cause: the exception that it follows from.
+    """
     raise errors.UsageError(text, hint=hint) from cause
 
 
 def refuse_unknown_keywords(api: type[Class]) -> type[Class]:
-    """Class decorator: make public methods raise UsageError for unknown keywords.
+    """Make public methods of a class raise UsageError for unknown keywords.
 
-    The error names the known ones. (Some methods take a ``deadline``, others a
-    ``timeout``.) Changes and returns ``api``.
+    A class decorator: it changes ``api`` and returns it. The error names the known
+    keywords. (Some methods take a ``deadline``, others a ``timeout``.)
     """
     for name, method in [*vars(api).items()]:
         if inspect.isfunction(method) and not name.startswith("_"):
@@ -59,6 +62,7 @@ def _named(what: str, method: Callable[..., Any], known: Sequence[str]) -> Calla
 
     @functools.wraps(method)
     def checked(*given: object, **by_name: object) -> object:
+        """Call the method, or raise UsageError if a keyword is unknown."""
         if wrong := by_name.keys() - known:
             _refuse(f"{what} takes no {', '.join(sorted(wrong))}", f"it takes: {', '.join(known) or 'nothing'}")
         return method(*given, **by_name)
@@ -67,7 +71,10 @@ def _named(what: str, method: Callable[..., Any], known: Sequence[str]) -> Calla
 
 
 def integer(what: str, value: object, *, least: int = -bounds.INTEGER_MAX, most: int = bounds.INTEGER_MAX) -> int:
-    """Return an integer from ``least`` to ``most``, or raise UsageError."""
+    """Return ``value`` as an int from ``least`` to ``most``, or raise UsageError.
+
+    :param what: the argument's name in the error.
+    """
     found, cause = None, None
     if not isinstance(value, bool) and not _is_bool(value):
         try:
@@ -80,7 +87,10 @@ def integer(what: str, value: object, *, least: int = -bounds.INTEGER_MAX, most:
 
 
 def integers(what: str, value: object) -> tuple[int, ...]:
-    """Return a tuple of integers, such as a shape, or raise UsageError."""
+    """Return ``value``, such as a shape, as a tuple of ints, or raise UsageError.
+
+    :param what: the argument's name in the error.
+    """
     try:
         found: tuple[object, ...] = tuple(value)  # type: ignore[arg-type]  # tested here
     except Exception as error:  # noqa: BLE001  # a foreign __iter__
@@ -92,6 +102,8 @@ def seconds(what: str, value: object, *, zero: bool = False, least: float = 0.0)
     """Return a number of seconds, at most 1e9, as a float, or raise UsageError.
 
     It must be above 0 (or 0 with ``zero``), and at least ``least``.
+
+    :param what: the argument's name in the error.
     """
     found = _float(value)
     if found is None or not (found > 0 or (zero and found == 0)) or not least <= found <= bounds.SECONDS_MAX:
@@ -104,6 +116,8 @@ def patience(what: str, value: object) -> float | None:
     """Return a timeout in seconds, at most 1e9, or raise UsageError.
 
     Below 0 becomes 0; None (no limit) stays None.
+
+    :param what: the argument's name in the error.
     """
     if value is None:
         return None
@@ -119,6 +133,7 @@ def patience(what: str, value: object) -> float | None:
 def bound(what: str, value: object) -> tuple[int | float, str]:
     """Return a lower bound as (number, key of ``meta`` or ""), or raise UsageError.
 
+    :param what: the argument's name in the error.
     :param value: a version's number, a pair of a key and a number, or None: ``(0,
         "")``.
     """
@@ -136,7 +151,7 @@ def bound(what: str, value: object) -> tuple[int | float, str]:
 
 
 def finite(what: str, value: object) -> float:
-    """Return a finite number as a float, or raise UsageError."""
+    """Return ``value`` as a finite float, or raise UsageError that names ``what``."""
     found = _float(value)
     if found is None or not math.isfinite(found):
         _refuse(f"{what} must be a finite number, not {shown(value)}")
@@ -144,7 +159,7 @@ def finite(what: str, value: object) -> float:
 
 
 def _float(value: object) -> float | None:
-    """Return the value as a float, or None if it is not a real number."""
+    """Return the value as a float; None if it is a bool, a text, or not real."""
     if isinstance(value, (bool, str, bytes, bytearray)) or _is_bool(value) or getattr(value, "ndim", 0) != 0:
         return None
     if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
@@ -161,7 +176,10 @@ def _is_bool(value: object) -> bool:
 
 
 def flag(what: str, value: object) -> bool:
-    """Return True or False, also for numpy's bools, 0 and 1, or raise UsageError."""
+    """Return ``value`` as a bool, or raise UsageError that names ``what``.
+
+    Also numpy's and torch's bools, 0 and 1 are accepted.
+    """
     if isinstance(value, bool):
         return value
     try:
@@ -173,21 +191,30 @@ def flag(what: str, value: object) -> bool:
 
 
 def text(what: str, value: object, *, most: int = bounds.INFO_LENGTH) -> str:
-    """Return a text of at most ``most`` characters in UTF-8, or raise UsageError."""
+    """Return a text of at most ``most`` characters in UTF-8, or raise UsageError.
+
+    :param what: the argument's name in the error.
+    """
     if not isinstance(value, str) or len(value) > most or not encodable(value):
         _refuse(f"{what} must be a text of at most {most} characters that UTF-8 can encode, not {shown(value)}")
     return plain(value)
 
 
 def name(what: str, value: object) -> str:
-    """Return the name of a channel or a group, or raise UsageError."""
+    """Return ``value`` if it can name a channel or a group, or raise UsageError.
+
+    :param what: the argument's name in the error.
+    """
     if not isinstance(value, str) or not is_name(value):
         _refuse(f"{what} must be a name of at most 128 visible characters without a slash, not {shown(value)}")
     return plain(value)
 
 
 def one_of(what: str, value: object, known: Sequence[Word]) -> Word:
-    """Return the word of ``known`` that equals the value, or raise UsageError."""
+    """Return the word of ``known`` that equals the value, or raise UsageError.
+
+    :param what: the argument's name in the error.
+    """
     for word in known:
         if isinstance(value, str) and value == word:
             return word
@@ -195,7 +222,10 @@ def one_of(what: str, value: object, known: Sequence[Word]) -> Word:
 
 
 def token(what: str, value: object) -> str:
-    """Return a run's token, or raise UsageError, which does not show it."""
+    """Return ``value`` if it can be a run's token (a secret), or raise UsageError.
+
+    The error names ``what``, and does not show the value.
+    """
     good = isinstance(value, str) and value.isascii() and value.isprintable() and value == value.strip()
     if not isinstance(value, str) or not good or not 0 < len(value) <= _TOKEN_LENGTH:
         _refuse(f"{what} must be a text of 1 to {_TOKEN_LENGTH} visible ASCII characters")
@@ -203,7 +233,10 @@ def token(what: str, value: object) -> str:
 
 
 def endpoint(what: str, value: object) -> str:
-    """Return ``host:port`` of a control port, or raise UsageError."""
+    """Return ``value`` if it is ``host:port`` of a control port, or raise UsageError.
+
+    :param what: the argument's name in the error.
+    """
     if isinstance(value, str) and value.isprintable() and not set(value) & set(" /?#@\\") and encodable(value):
         try:
             found = urllib.parse.urlsplit(f"ws://{value}/")
@@ -215,7 +248,10 @@ def endpoint(what: str, value: object) -> str:
 
 
 def texts(what: str, value: object) -> dict[str, str]:
-    """Return a dict of short texts by short text, or raise UsageError."""
+    """Return ``value`` as a dict of short texts by short text, or raise UsageError.
+
+    :param what: the argument's name in the error.
+    """
     try:
         found = dict(value)  # type: ignore[call-overload]  # tested here
     except Exception as error:  # noqa: BLE001  # a foreign mapping
@@ -228,7 +264,10 @@ def texts(what: str, value: object) -> dict[str, str]:
 
 
 def _check_size(what: str, found: object, most: int, hint: str = "") -> None:
-    """Raise UsageError if the encoded value has more than ``most`` bytes."""
+    """Raise UsageError if ``found``, as MessagePack, has more than ``most`` bytes.
+
+    :param what: the argument's name in the error.
+    """
     nbytes = len(msgspec.msgpack.encode(found))
     if nbytes > most:
         _refuse(f"{what} takes {nbytes:,} bytes, above the limit of {most:,}", hint)
@@ -241,6 +280,8 @@ def meta(what: str, value: object) -> Meta:
     """Return a publisher's ``meta`` as plain data, or raise UsageError.
 
     It has scalars, and lists or dicts of scalars, up to 1 MiB; None gives {}.
+
+    :param what: the argument's name in the error.
     """
     try:
         given = dict(value or {})  # type: ignore[call-overload]  # tested here
@@ -259,6 +300,7 @@ def with_adapter(
 ) -> Meta | Callable[[], Mapping[str, Any]]:
     """Return a publisher's checked ``meta``, or the function that returns it later.
 
+    :param what: the call's name in errors.
     :param given: the meta, or the user's function (not called here).
     :param adapter: name of a LoRA adapter, added with the configuration that
         ``weights`` has; None adds nothing.
@@ -277,10 +319,12 @@ def with_adapter(
 
 
 def with_trace(what: str, given: Meta | Callable[[], Mapping[str, Any]]) -> Meta | Callable[[], Mapping[str, Any]]:
-    """Add the W3C ``traceparent`` of the caller's OpenTelemetry span, if there is one.
+    """Return ``given`` with the W3C ``traceparent`` of the caller's OpenTelemetry span.
 
-    :param given: the meta, or a function that returns it (then wrapped). A publisher's
-        own ``traceparent`` stays.
+    Without a span, return it unchanged. A publisher's own ``traceparent`` stays.
+
+    :param what: the call's name in errors.
+    :param given: the meta, or a function that returns it (then wrapped).
     """
     tracing = sys.modules.get("opentelemetry.trace")
     caller = tracing.get_current_span().get_span_context() if tracing is not None else None
@@ -292,6 +336,7 @@ def with_trace(what: str, given: Meta | Callable[[], Mapping[str, Any]]) -> Meta
     function = given
 
     def traced() -> Mapping[str, Any]:
+        """Return the user's meta with the ``traceparent`` of the publishing call."""
         found = function()
         return {**added, **found} if isinstance(found, Mapping) else found
 
@@ -314,7 +359,10 @@ def _meta_value(here: str, value: object) -> Any:
 
 
 def _scalar(what: str, value: object) -> bool | int | float | str | None:
-    """Return a scalar, also numpy's or torch's, as plain data; or raise UsageError."""
+    """Return a scalar, also numpy's or torch's, as plain data; or raise UsageError.
+
+    :param what: the value's name in the error.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

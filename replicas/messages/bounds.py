@@ -111,6 +111,7 @@ def text_of(value: object, most: int = TEXT_LENGTH) -> str:
     """Return ``str(value)`` of any value, such as a foreign exception, safe to show.
 
     It is cut to about ``most`` characters, and has only printable ones and line breaks.
+    It never raises.
     """
     try:
         text = str(value)
@@ -122,7 +123,7 @@ def text_of(value: object, most: int = TEXT_LENGTH) -> str:
 
 
 def texts_of(found: Mapping[str, str]) -> dict[str, str]:
-    """Return all names with their texts, of which the first 64 stay as they are.
+    """Return the texts by name, of which only the first 64 stay as they are.
 
     The other texts become a reference to the status and the log.
     """
@@ -133,7 +134,10 @@ def texts_of(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_tensor(value: object, depth: int = 3) -> bool:
-    """Return True for a tensor, or a container of one up to ``depth`` levels deep."""
+    """Return True for a torch tensor, or a container of one.
+
+    :param depth: how many levels of containers are looked into.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not depth:
         return False
@@ -145,7 +149,7 @@ def _is_tensor(value: object, depth: int = 3) -> bool:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Return a short ``repr(value)`` for an error message.
+    """Return a short ``repr(value)`` for an error message, at most about ``most`` long.
 
     Tensors are shown by their type only: printing one whose memory was freed would end
     the process.

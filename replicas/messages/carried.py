@@ -38,7 +38,7 @@ class WireError(msgspec.Struct, frozen=True):
     unanimous: bool = False
 
     def __post_init__(self) -> None:
-        """Sanitise received texts too: the sender may be any release, or hostile."""
+        """Replace unprintable characters in texts: the sender may be hostile."""
         for name in ("kind", "message", "channel", "phase", "hint"):
             text = getattr(self, name)
             if text is not None and not text.isprintable():
@@ -48,7 +48,7 @@ class WireError(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: errors.ReplicasError) -> WireError:
-        """Return ``error`` as data, its texts cut to their limits."""
+        """Return ``error`` as data for a message, its texts cut to their limits."""
         version = error.version
         return cls(
             kind=errors.kind_of(error),
@@ -62,7 +62,10 @@ class WireError(msgspec.Struct, frozen=True):
         )
 
     def exception(self) -> errors.ReplicasError:
-        """Return (do not raise) the exception; for an unknown kind InternalError."""
+        """Return (do not raise) the exception that this describes.
+
+        It is an InternalError for a kind that this release does not know.
+        """
         about = msgspec.structs.asdict(self)
         return errors.error_class(about.pop("kind"))(about.pop("message"), **about)
 
@@ -98,6 +101,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     secret: bytes = b""
 
     def name(self, rank: int) -> str:
+        """Return the name of the member with this rank, for messages."""
         return self.names[rank] if rank < len(self.names) else f"rank {rank}"
 
 

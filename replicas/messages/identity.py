@@ -56,5 +56,6 @@ def proof_of(mark: str, incarnation: str) -> str:
     """Return an HMAC that proves, for one join, that a member knows its shim's secret.
 
     :param mark: the secret of the supervising process (shim); "" gives "".
+    :param incarnation: the nonce of the join.
     """
     return hmac.new(mark.encode(), incarnation.encode(), "sha256").hexdigest() if mark else ""

@@ -117,5 +117,6 @@ def in_one_file(document: Tree) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the text's hash in the form of a policy: ``'sha256-...'``."""
+    """Return the SHA-256 of a text as a Content-Security-Policy has it:
+    ``'sha256-...'``."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

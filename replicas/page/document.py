@@ -76,7 +76,10 @@ def _member(member: MemberStatus, now: float) -> Tree:
 
 def _own(struct: msgspec.Struct, now: float) -> Tree:
     """Return the fields of a struct that have a value, with points in time in place of
-    ages. Fields that the document has elsewhere are left out."""
+    ages. Fields that the document has elsewhere are left out.
+
+    :param now: time of the status, in seconds since 1970.
+    """
     found: Tree = {}
     elsewhere = _ELSEWHERE.get(type(struct), frozenset())
     for name in struct.__struct_fields__:
@@ -101,7 +104,7 @@ def difference(old: Tree, new: Tree, *, jitters: bool = False) -> Tree:
     """Return the merge patch (RFC 7396) from ``old`` to ``new``, empty if they are
     equal; change neither.
 
-    :param jitters: the values are times: ignore differences below ``SETTLED_S``.
+    :param jitters: the values are times: ignore differences below 0.75 s.
     """
     patch: Tree = dict.fromkeys(old.keys() - new.keys())
     for name, value in new.items():
@@ -115,7 +118,7 @@ def difference(old: Tree, new: Tree, *, jitters: bool = False) -> Tree:
 
 
 def _alike(old: object, new: object) -> bool:
-    """Return True for numbers that differ by less than :data:`SETTLED_S`."""
+    """Return True for numbers (seconds) that differ by less than 0.75."""
     return isinstance(old, float | int) and isinstance(new, float | int) and abs(old - new) < SETTLED_S
 
 

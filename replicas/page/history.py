@@ -42,6 +42,11 @@ class History:
     """
 
     def __init__(self, after: int = 0, *, whole: bool = False) -> None:
+        """Begin without events.
+
+        :param after: number of the event before the first one that is fed.
+        :param whole: include all details, as for a report, which cannot request more.
+        """
         self.seq = after
         self._told = after
         self.spans = Spans(REPORT) if whole else Spans()
@@ -123,11 +128,12 @@ class History:
         return sorted((*self._events[False], *self._events[True]), key=lambda record: record.seq)
 
     def _told_events(self, records: Iterable[Record]) -> Tree:
-        """Return events as in the document, by key."""
+        """Return events as the document has them, by keys such as ``e17``."""
         return {f"e{record.seq}": _event(record, whole=self._whole) for record in records}
 
     def _span(self, span: Span) -> Tree:
-        """Return a span as in the document; a sync with its phases."""
+        """Return a span as the document has it, without empty attributes; a sync also
+        with its phases, and with the bytes between nodes."""
         found: Tree = {"id": span.id, "track": span.track, "kind": span.kind, "name": span.name}
         found["start"] = round(span.start, 3)
         if span.end is not None:
@@ -157,8 +163,9 @@ def _part(part: Span, span: Span) -> tuple[str, float, float]:
 
 
 def _ways(between: dict[str, dict[str, int]], most: int | None) -> list[tuple[str, str, int]]:
-    """Return (giver, taker, bytes) between nodes, most bytes first.
+    """Return (giver, taker, bytes) for each pair of nodes, most bytes first.
 
+    :param between: bytes by giving node and taking node.
     :param most: length of the list; None: all.
     """
     found = [(giver, taker, nbytes) for giver, takers in between.items() for taker, nbytes in takers.items()]
@@ -166,7 +173,7 @@ def _ways(between: dict[str, dict[str, int]], most: int | None) -> list[tuple[st
 
 
 def _mark_key(mark: Mark) -> str:
-    """Return the mark's key in the document."""
+    """Return the key of a mark (an instant) in the document, such as ``m17exit``."""
     return f"m{mark.seq}{mark.kind}"
 
 
@@ -177,8 +184,10 @@ def _mark(mark: Mark) -> Tree:
 
 
 def _event(record: Record, *, whole: bool) -> Tree:
-    """Return an event as in the document; ``whole``: with all its fields, for a
-    report."""
+    """Return an event as the document has it: in words, with its time and number.
+
+    :param whole: with all fields of the event, too, for a report.
+    """
     who, what, tone = in_words(record.event, record.at)
     found: dict[str, Any] = {"seq": record.seq, "at": round(record.at, 3), "who": who, "what": what}
     found["type"] = type(record.event).__name__

@@ -70,6 +70,7 @@ class Places:
     """
 
     def __init__(self) -> None:
+        """Begin with no viewers."""
         self._taken: dict[Callable[[], None], tuple[bool, str]] = {}
 
     def full(self, address: str, trusted: bool) -> bool:
@@ -96,8 +97,11 @@ class Places:
             self._taken.pop(end, None)
 
     def _loser(self, address: str, trusted: bool) -> Callable[[], None] | None:
-        """Return ``end`` of the viewer that a newcomer replaces, or None if it may
-        replace none."""
+        """Return the ``end`` with which the viewer came that a newcomer replaces, or
+        None if the newcomer may replace none.
+
+        :param address: the newcomer's. :param trusted: whether it has shown the token.
+        """
         below = any(theirs < trusted for theirs, _ in self._taken.values())
         places = {end: one for end, (theirs, one) in self._taken.items() if theirs == (trusted and not below)}
         counts = Counter(places.values())
@@ -119,6 +123,12 @@ class Live:
         shown: Callable[[Tree], Tree] = lambda tree: tree,
         now: Callable[[], float] = time.time,
     ) -> None:
+        """Show ``source``; read nothing before a viewer comes. Use on one event loop
+        only.
+
+        :param shown: removes from a document the parts that viewers may not see.
+        :param now: returns the time of day, in seconds since 1970.
+        """
         self._source = source
         self._shown = shown
         self._now = now
@@ -193,8 +203,11 @@ class Live:
                 await cancelled(looking)
 
     async def _wait_for_change(self, news: asyncio.Event) -> bool:
-        """Wait for a change. Return False if there is none within :data:`BEAT_S`.
-        Raises the error that has ended the task."""
+        """Wait for a change; return True if there is one, False if none came within 5
+        s. Raise the error that has ended the reading task.
+
+        :param news: set at the next change.
+        """
         assert self._looking is not None
         waiting = asyncio.ensure_future(news.wait())
         try:
@@ -207,7 +220,7 @@ class Live:
 
     @property
     def _first(self) -> int:
-        """The lowest number whose change is kept."""
+        """The lowest number of a change that is still kept for viewers."""
         return self._kept[0][0] if self._kept else self._number + 1
 
     def _position(self, after: str) -> int | None:
@@ -222,7 +235,8 @@ class Live:
         return int(number) if self._first - 1 <= int(number) <= self._number else None
 
     async def _keep_looking(self) -> None:
-        """Update the document at intervals, and at the end of the events."""
+        """Task, while there are viewers: update the document at intervals of 0.5 to 5
+        s, and once more when the run's events end."""
         over: asyncio.Task[None] | None = asyncio.create_task(self._wait_for_last_event())
         try:
             while True:
@@ -237,7 +251,8 @@ class Live:
                 await cancelled(over)
 
     async def _wait_for_last_event(self) -> None:
-        """Wait until the run is over and its last event was read; drop the events."""
+        """Wait until the run is over and its last event was read; use none of the
+        events."""
         async for _ in self._source.events(self._source.last_event):
             pass
 
@@ -298,7 +313,8 @@ class Live:
         return self._history
 
     def _keep(self, data: bytes) -> None:
-        """Number and keep a change, drop the oldest ones, and wake the viewers."""
+        """Number an encoded change of the document and keep it for viewers, drop the
+        oldest changes, and wake the viewers."""
         self._number += 1
         self._kept.append((self._number, data))
         while len(self._kept) > KEPT or (sum(len(one) for _, one in self._kept) > KEPT_NBYTES and len(self._kept) > 1):
@@ -307,8 +323,8 @@ class Live:
         self._news = asyncio.Event()
 
     def _forget_later(self) -> None:
-        """In :data:`LINGER_S` free the history, unless viewers come by then; count from
-        this call."""
+        """Start a timer (again, if it runs) that frees the history in 15 s, unless
+        there are viewers by then."""
         if self._forgetting is not None:
             self._forgetting.cancel()
         self._forgetting = asyncio.get_running_loop().call_later(LINGER_S, self._drop_history)

@@ -30,7 +30,8 @@ class Past:
         self._begin_run(events.RunStarted(run="", pid=0, version=""))
 
     def _begin_run(self, event: events.RunStarted) -> None:
-        """Forget the previous run, and begin with this event."""
+        """Forget the previous run; begin with this event, and with nothing else
+        known."""
         self._began_at = self.at
         self._started = event
         self._ended: events.RunEnded | None = None
@@ -43,7 +44,7 @@ class Past:
         self._ranks: dict[str, int] = {}
 
     def feed(self, record: events.Record) -> None:
-        """Apply the next event."""
+        """Apply the next event, in the order of their numbers, to the known state."""
         event, self.at = record.event, record.at
         self._tally.count(event, record.at)
         match event:
@@ -68,7 +69,8 @@ class Past:
                 self._of_channel(event)
 
     def _moved(self, event: Transition) -> None:
-        """Apply a change of a replica's state."""
+        """Apply a change of a replica's state: state, nodes, restarts, and since
+        when."""
         key = event.group, event.replica
         known = self._replicas.get(key)
         nodes = event.nodes or (known.nodes if known is not None else ())
@@ -158,7 +160,8 @@ class Past:
         return self._tally.shown_in(status, now)
 
     def _node(self, node: NodeStatus, age_s: float) -> NodeStatus:
-        """Return the status of a node, with its replicas and its age."""
+        """Return the status of a node, with its replicas, and ``age_s``, the seconds
+        since its last event."""
         has = (one.name for one in self._replicas.values() if node.name in one.nodes)
         return replace(node, replicas=tuple(sorted(has)), heard_age_s=max(0.0, age_s))
 

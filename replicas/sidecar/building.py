@@ -75,7 +75,10 @@ _never_destroyed: list[Any] = []
 
 
 def build_group(spec: GroupSpec) -> CollectiveGroup:
-    """Form the process group of ``spec``; all of its ranks use the same prefix.
+    """Form the process group of ``spec``, over the TCPStore that it names; block.
+
+    The members meet first: they check that they agree and reach each other. All use one
+    prefix of keys. With NCCL changes variables of this process, and probes the group.
 
     :raises replicas.errors.Preflight: members, which it names, disagree, or cannot
         reach each other.
@@ -105,7 +108,10 @@ def build_group(spec: GroupSpec) -> CollectiveGroup:
 
 
 def connect_store(host: str, port: int, deadline: float) -> Any:
-    """Return a TCPStore client; retry until ``deadline``, then raise RuntimeError."""
+    """Return a TCPStore client; retry until ``deadline``, then raise RuntimeError.
+
+    :param deadline: by ``time.monotonic()``.
+    """
     retry = tenacity.Retrying(
         wait=tenacity.wait_exponential(multiplier=0.02, max=0.5) + tenacity.wait_random(0, 0.05),
         stop=tenacity.stop_before_delay(max(deadline - time.monotonic(), 0.0)),
@@ -124,16 +130,20 @@ def connect_store(host: str, port: int, deadline: float) -> Any:
                 return _c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     except (OSError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RuntimeError(f"cannot reach the store at {host}:{port}: {reason}") from error
+        raise RuntimeError(f"cannot reach the rendezvous store at {host}:{port} ({reason})") from error
     raise AssertionError  # tenacity ends with a result or an error
 
 
 def _store_timeout_s(deadline: float, number: int) -> float:
-    """Return the timeout of attempt ``number``, within the deadline."""
+    """Return the seconds of attempt ``number`` (from 1), within the deadline."""
     return max(0.05, min(STORE_CONNECT.after(number - 1), deadline - time.monotonic()))
 
 
 def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> CollectiveGroup:
+    """Return a Gloo group, which listens on the member's address; wait for all members.
+
+    :param timeout: for all members to come.
+    """
     options = _c10d.ProcessGroupGloo._Options()
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=spec.address)]
     options._timeout = timeout
@@ -142,7 +152,10 @@ def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> CollectiveGr
 
 
 def _build_nccl(store: Any, spec: GroupSpec) -> CollectiveGroup:
-    """Return an NCCL group on this process's GPU; raise RuntimeError without one."""
+    """Select this process's GPU, and return an NCCL group on it.
+
+    :raises RuntimeError: there is no GPU, or no NCCL.
+    """
     device = accelerator()
     uuid = "" if device is None else device.device()
     if device is None or not uuid or not _c10d.is_nccl_available():
@@ -160,17 +173,20 @@ def _build_nccl(store: Any, spec: GroupSpec) -> CollectiveGroup:
 
 
 def _probe(group: CollectiveGroup, deadline: float) -> None:
-    """All-reduce 64 KiB; raise RuntimeError if the result is wrong."""
+    """All-reduce 64 KiB over the group; raise RuntimeError if the result is wrong."""
     steps = torch.arange(PROBE_NBYTES // 8, dtype=torch.int64)
     tensor = steps * (group.rank + 1)
     group.all_reduce(tensor, "sum", deadline).wait()
     wrong = int((tensor != steps * (group.size * (group.size + 1) // 2)).sum())
     if wrong:
-        raise RuntimeError(f"the probe of the group found {wrong} of {steps.numel()} values wrong")
+        raise RuntimeError(f"a test of the new process group gave {wrong} of {steps.numel()} wrong values")
 
 
 def _set_nccl_environment(spec: GroupSpec) -> None:
-    """Turn the watchdog off (see the header), and select the interface for NCCL."""
+    """Set variables of this process: no NCCL watchdog, and the interface to use.
+
+    Replaces the ``NCCL_`` variables by those of the spec, if it has any.
+    """
     os.environ.update(NCCL_ENVIRONMENT)
     if hasattr(_c10d, "set_debug_level"):
         _c10d.set_debug_level(_c10d.DebugLevel.OFF)
@@ -184,7 +200,12 @@ def _set_nccl_environment(spec: GroupSpec) -> None:
 
 
 def _allow_shared_device(store: Any, spec: GroupSpec, uuid: str) -> None:
-    """Let two ranks share a GPU, for tests: to NCCL they seem to be on two hosts."""
+    """If two ranks share a GPU (in tests), make them seem to be on two hosts to NCCL.
+
+    Exchanges the ranks' GPUs over the store, and sets variables of this process.
+
+    :param uuid: of this rank's GPU.
+    """
     store.set(f"device/{spec.rank}", f"{boot_id()}/{uuid}")
     devices = [store.get(f"device/{rank}") for rank in range(spec.size)]
     if len(set(devices)) == len(devices):

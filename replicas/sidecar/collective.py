@@ -80,6 +80,11 @@ class _Operation:
     def __init__(
         self, group: CollectiveGroup, spec: CollectiveSpec, inputs: torch.Tensor | None, outputs: torch.Tensor | None
     ) -> None:
+        """Check that the operation fits the group; raise ValueError otherwise.
+
+        :param inputs: uint8 memory to read, as of :func:`run_collective`; or None.
+        :param outputs: uint8 memory to write; or None.
+        """
         self.group = group
         self.spec = spec
         self.inputs = _EMPTY if inputs is None else inputs
@@ -100,7 +105,12 @@ class _Operation:
             raise ValueError(f"places {spec.places} do not fit {count} participants")
 
     def run(self) -> None:
-        """Run the operation to its end, and divide the sums of a mean."""
+        """Run the operation to its end, and divide the sums of a mean.
+
+        Blocks until the results are in ``outputs``.
+
+        :raises RuntimeError: a peer failed, or the timeout passed.
+        """
         run = {
             "all_reduce": self._reduce,
             "broadcast": self._broadcast,
@@ -126,6 +136,10 @@ class _Operation:
         self._region(self.outputs, 0, nbytes).copy_(self._region(self.inputs, 0, nbytes))
 
     def _reduce(self) -> Iterator[StartedWork]:
+        """Start the reductions, to all or to the root; yield the started works.
+
+        One for each run of tensors of one dtype, in ``outputs``.
+        """
         runs = list(self._runs())
         self._copy_inputs()
         for tensor in runs:
@@ -135,6 +149,7 @@ class _Operation:
                 yield self.group.reduce(tensor, self._root_rank, self.spec.reduce_op, self.deadline)
 
     def _reduce_scatter(self) -> Iterator[StartedWork]:
+        """Start a reduction to each participant, of its tensor; yield the works."""
         tensors = self._reduced()
         self._copy_inputs()
         for rank, tensor in zip(self.spec.lane_ranks, tensors, strict=True):
@@ -142,13 +157,20 @@ class _Operation:
                 yield self.group.reduce(tensor, rank, self.spec.reduce_op, self.deadline)
 
     def _reduced(self) -> list[torch.Tensor]:
-        """Return every participant's segment in ``outputs``, as typed tensors."""
+        """Return every participant's segment in ``outputs``, as typed tensors.
+
+        For reduce_scatter: views, in the order of the participants.
+        """
         segments = self._one_each(self.spec.me)
         offsets, _ = segment_layout(segments)
         regions = [self._region(self.outputs, offsets[place], _padded(segments[place])) for place in self.places]
         return [self._typed(region, segments[place].dtype) for region, place in zip(regions, self.places, strict=True)]
 
     def _broadcast(self) -> Iterator[StartedWork]:
+        """Start the root's sends, or our receives, along a chain if that is faster.
+
+        Yields the works that the caller must wait for.
+        """
         memory = self.inputs if self.spec.me == self.spec.root else self.outputs
         region = self._region(memory, 0, _unpadded(self.spec.segments[self.spec.root]))
         if self.group.backend == "gloo" and self.group.size > 2 and region.numel() > CHAIN_MIN_NBYTES:
@@ -161,7 +183,8 @@ class _Operation:
         """Send the region along a chain of all members, from the root, in pieces.
 
         Each member receives a piece while it sends the piece before to the next member:
-        so each link carries every byte once, for any number of members.
+        so each link carries every byte once, for any number of members. Waits for the
+        pieces; yields the sends that it starts.
         """
         ranks, me, count = self.spec.lane_ranks, self.spec.me, self.group.size
         place = (me - self.spec.root) % count
@@ -176,10 +199,15 @@ class _Operation:
                 yield self.group.send(piece, ranks[(me + 1) % count], self.deadline)
 
     def _all_gather(self) -> Iterator[StartedWork]:
+        """Start a broadcast of each participant's part; yield the works."""
         for rank, region in self._gathered():
             yield self.group.broadcast(region, rank, self.deadline)
 
     def _gather(self) -> Iterator[StartedWork]:
+        """Start to send our part to the root, or as the root to receive all parts.
+
+        Yields the started works.
+        """
         if self.spec.me != self.spec.root:
             for region in self._whole(self.inputs, self.spec.me):
                 yield self.group.send(region, self._root_rank, self.deadline)
@@ -189,6 +217,7 @@ class _Operation:
                 yield self.group.receive(region, rank, self.deadline)
 
     def _scatter(self) -> Iterator[StartedWork]:
+        """Start to receive our part, or as the root to send all; yield the works."""
         segments = self._one_each(self.spec.root)
         nbytes = _padded(segments[self.places[self.spec.me]])
         mine = self._region(self.outputs, 0, nbytes)
@@ -205,14 +234,17 @@ class _Operation:
                 yield self.group.send(region, self.spec.lane_ranks[index], self.deadline)
 
     def _send(self) -> Iterator[StartedWork]:
+        """Start to send ``inputs`` to the other participant; yield the work."""
         for region in self._whole(self.inputs, self.spec.me):
             yield self.group.send(region, self.spec.lane_ranks[1 - self.spec.me], self.deadline)
 
     def _recv(self) -> Iterator[StartedWork]:
+        """Start to receive ``outputs`` from the other participant; yield the work."""
         for region in self._whole(self.outputs, 1 - self.spec.me):
             yield self.group.receive(region, self.spec.lane_ranks[1 - self.spec.me], self.deadline)
 
     def _barrier(self) -> Iterator[StartedWork]:
+        """Start an all-reduce of one number: it ends when all have called; yield it."""
         yield self.group.all_reduce(torch.zeros(1, dtype=torch.int32), "sum", self.deadline)
 
     @property
@@ -221,7 +253,10 @@ class _Operation:
         return self.spec.lane_ranks[self.spec.root]
 
     def _one_each(self, participant: int) -> tuple[Segment, ...]:
-        """Check and return ``participant``'s segments: one per member of attempt 1."""
+        """Return ``participant``'s segments: one for each member of the first attempt.
+
+        :raises ValueError: their number is wrong.
+        """
         segments = self.spec.segments[participant]
         if len(segments) <= max(self.places) or (not self.spec.places and len(segments) != len(self.places)):
             raise ValueError(f"{self.spec.kind} has {len(segments)} segments for {len(self.places)} participants")
@@ -245,7 +280,10 @@ class _Operation:
         return [self._region(memory, 0, nbytes)] if nbytes else []
 
     def _gathered(self) -> list[tuple[int, torch.Tensor]]:
-        """Fill our part of ``outputs``; return (rank, part) of all non-empty parts."""
+        """Copy our part to its place in ``outputs``; return all non-empty parts.
+
+        :returns: (rank in the group, part), as views of ``outputs``.
+        """
         offsets, total = segment_layout([segment for segments in self.spec.segments for segment in segments])
         bounds = [*offsets, total]
         regions: list[torch.Tensor] = []
@@ -258,13 +296,13 @@ class _Operation:
         return [(rank, one) for rank, one in zip(self.spec.lane_ranks, regions, strict=True) if one.numel()]
 
     def _region(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-        """Return a view of these bytes; raise ValueError if ``memory`` is too small."""
+        """Return a view of ``nbytes`` of ``memory``; ValueError if it is too small."""
         if offset + nbytes > memory.numel():
             raise ValueError(f"{self.spec.kind} needs {offset + nbytes} bytes, but its buffer has {memory.numel()}")
         return memory[offset : offset + nbytes]
 
     def _typed(self, region: torch.Tensor, dtype: str) -> torch.Tensor:
-        """View bytes as ``dtype``; raise ValueError if it cannot be reduced so."""
+        """View bytes as ``dtype``; raise ValueError if the group cannot reduce that."""
         kind = torch_dtype(dtype)
         if dtype not in REDUCIBLE:
             raise ValueError(f"{self.group.backend} cannot reduce {dtype} tensors")
@@ -274,7 +312,10 @@ class _Operation:
 
 
 def _few_at_once(works: Iterator[StartedWork]) -> Iterator[StartedWork]:
-    """Yield the last works as they are started, after waiting for those before them."""
+    """Iterate over ``works``, which starts them, with at most a few not yet ended.
+
+    Waits for each earlier one; yields the last few, for which the caller must wait.
+    """
     under_way = deque[StartedWork]()
     for work in works:
         under_way.append(work)

@@ -46,6 +46,7 @@ class _Client:
     """A connected rank, with which its sidecars end."""
 
     def __init__(self, sock: socket.socket) -> None:
+        """Take over a client's connection, and make it non-blocking."""
         sock.setblocking(False)
         self.sock = sock
         self.place: list[int] = []
@@ -69,7 +70,7 @@ class ForkServer:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def run(self) -> NoReturn:
-        """Serve until the process is killed."""
+        """Serve all clients, one event after another, until the process is killed."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj in self._selector.get_map():
@@ -116,7 +117,14 @@ class ForkServer:
         return hmac.compare_digest(secret.encode(), self._secret.encode())
 
     def _fork(self, client: _Client, channel: int) -> None:
-        """Fork a sidecar that serves ``channel``, and reply its pid and pidfd."""
+        """Fork a sidecar that serves ``channel``, and reply its pid and pidfd.
+
+        If the system allows no process, reply ForkFailed.
+
+        :param client: the rank that asked, whose sidecar is killed with it.
+        :param channel: descriptor of the sidecar's socket to the rank; the caller
+            closes it.
+        """
         server = os.getpid()
         try:
             with naming_limits():
@@ -132,7 +140,12 @@ class ForkServer:
         frames.write_packet(client.sock, wire.Forked(child), [pidfd])
 
     def _become_sidecar(self, server: int, channel: int, client: _Client) -> None:
-        """Run the sidecar in the forked child, and end the process; never return."""
+        """Run the sidecar in the forked child, and end the process; never return.
+
+        :param server: pid of the forkserver, with which the child dies.
+        :param channel: descriptor of the socket to the rank.
+        :param client: the rank, whose environment and output the child takes over.
+        """
         code = 1
         try:
             die_with_parent(server)
@@ -174,7 +187,7 @@ class ForkServer:
             frames.close_all(client.place)
 
     def _reap(self, pidfd: int) -> None:
-        """Forget a sidecar that has ended, and collect its exit status."""
+        """Forget a sidecar that has ended; collect its status, close ``pidfd``."""
         del self._children[pidfd]
         self._selector.unregister(pidfd)
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
@@ -188,6 +201,7 @@ def _set_variables() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run a forkserver as this process: load torch, then fork sidecars until killed."""
     parser = argparse.ArgumentParser(prog="replicas.sidecar.forkserver", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--listener", type=int, required=True, help="inherited SOCK_SEQPACKET socket that listens")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="pid whose death ends this process")

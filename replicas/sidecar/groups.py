@@ -54,12 +54,20 @@ _REDUCE_OPS = {
 
 
 def _wait(work: Any, deadline: float) -> None:
-    """Wait for a work of Gloo; raise RuntimeError on failure or at the deadline."""
+    """Block until a work of Gloo has ended; RuntimeError on failure or at the deadline.
+
+    :param work: torch's ``Work``.
+    :param deadline: by ``time.monotonic()``.
+    """
     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
 
 def _wait_nccl(work: Any, deadline: float) -> None:
-    """Poll a work of NCCL; raise RuntimeError on failure or at the deadline."""
+    """Poll a work of NCCL until its end; RuntimeError on failure or at the deadline.
+
+    :param work: torch's ``Work``.
+    :param deadline: by ``time.monotonic()``.
+    """
     pause = 0.0
     while not work.is_completed():
         if time.monotonic() >= deadline:
@@ -107,40 +115,64 @@ class CollectiveGroup(ABC):
         self._device = device
 
     def use(self, device: Accelerator) -> None:
-        """Accept tensors on ``device`` from now on."""
+        """Accept tensors on ``device`` from now on, if there is no device yet."""
         self._device = self._device or device
 
     def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> StartedWork:
+        """Start a broadcast of the root's ``tensor`` into the others'.
+
+        :param root: rank in the group.
+        :param deadline: by ``time.monotonic()``.
+        """
         options = _c10d.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         start = self._starting(self._backend.broadcast, options, deadline)
         return self._run(tensor, start, deadline, read=self.rank == root, write=self.rank != root)
 
     def all_reduce(self, tensor: torch.Tensor, op: str, deadline: float) -> StartedWork:
-        """Reduce on all members in place; for "mean" only sum, without the division."""
+        """Start a reduction on all members in place; for "mean" only sum.
+
+        The caller divides.
+
+        :param deadline: by ``time.monotonic()``.
+        """
         options = _c10d.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
         start = self._starting(self._backend.allreduce, options, deadline)
         return self._run(tensor, start, deadline, read=True, write=True)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: str, deadline: float) -> StartedWork:
-        """Reduce into the root's ``tensor``, "mean" as a sum; others become scratch."""
+        """Start a reduction into the root's ``tensor``, "mean" as a sum.
+
+        The tensors of the other members become scratch.
+
+        :param root: rank in the group.
+        :param deadline: by ``time.monotonic()``.
+        """
         options = _c10d.ReduceOptions()
         options.rootRank, options.rootTensor, options.reduceOp = root, 0, _REDUCE_OPS[op]
         start = self._starting(self._backend.reduce, options, deadline)
         return self._run(tensor, start, deadline, read=True, write=self.rank == root)
 
     def send(self, tensor: torch.Tensor, peer: int, deadline: float) -> StartedWork:
+        """Start to send ``tensor`` to the member of rank ``peer``.
+
+        :param deadline: by ``time.monotonic()``.
+        """
         start = partial(self._exchange, self._backend.send, peer)
         return self._run(tensor, start, deadline, read=True, write=False)
 
     def receive(self, tensor: torch.Tensor, peer: int, deadline: float) -> StartedWork:
+        """Start to receive into ``tensor`` from the member of rank ``peer``.
+
+        :param deadline: by ``time.monotonic()``.
+        """
         start = partial(self._exchange, self._backend.recv, peer)
         return self._run(tensor, start, deadline, read=False, write=True)
 
     @abstractmethod
     def _in_place(self, tensor: torch.Tensor) -> bool:
-        """Return True if the backend works on this memory directly."""
+        """Return True if the backend works on the tensor's memory directly."""
 
     @abstractmethod
     def _staging_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -155,8 +187,9 @@ class CollectiveGroup(ABC):
         read: bool,
         write: bool,
     ) -> StartedWork:
-        """Start an operation, in place or in staging memory.
+        """Start an operation, in place, or on a copy in staging memory.
 
+        :param start: starts it on the tensor that it gets; returns torch's works.
         :param read: it reads ``tensor``. :param write: it changes ``tensor``.
         """
         if self._in_place(tensor):
@@ -169,6 +202,7 @@ class CollectiveGroup(ABC):
             device.synchronize()
 
         def finish() -> None:
+            """Copy the result to ``tensor`` if written, and free the staging memory."""
             if write:
                 device.copy([tensor], [near])
                 device.synchronize()
@@ -179,14 +213,21 @@ class CollectiveGroup(ABC):
     _wait_for = staticmethod(_wait)
 
     def _exchange(self, move: Callable[..., Any], peer: int, tensor: torch.Tensor) -> list[Any]:
-        """Start to ``move`` the tensor: send it to a member, or receive it from one."""
+        """Start ``move`` of the tensor: a send to ``peer``, or a receive from there.
+
+        Returns the works to wait for.
+        """
         return [move([tensor], peer, 0)]
 
     @staticmethod
     def _starting(operation: Callable[..., Any], options: Any, deadline: float) -> Callable[[torch.Tensor], list[Any]]:
-        """Return a function that starts ``operation`` on a tensor, returning works."""
+        """Return a function that starts ``operation`` on a tensor; it returns works.
+
+        :param options: torch's options of the operation, which get the remaining time.
+        """
 
         def start(near: torch.Tensor) -> list[Any]:
+            """Start the operation on tensor ``near``, with the time that is left."""
             options.timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
             return [operation([near], options)]
 
@@ -202,10 +243,12 @@ class GlooGroup(CollectiveGroup):
         self._registrations: list[Registration | None] = []
 
     def _in_place(self, tensor: torch.Tensor) -> bool:
+        """Return True for host memory, and on a device that has a Gloo of its own."""
         device = self._device
         return device is None or device.group_backend == "gloo" or not device.owns(tensor)
 
     def _staging_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return host memory like ``tensor`` (pinned if small), and its release."""
         assert self._device is not None
         if tensor.nbytes > PINNED_NBYTES:
             near = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
@@ -229,9 +272,11 @@ class NcclGroup(CollectiveGroup):
         self._where = where
 
     def _in_place(self, tensor: torch.Tensor) -> bool:
+        """Return True for memory of the GPU."""
         return self._device is not None and self._device.owns(tensor)
 
     def _staging_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return GPU memory like ``tensor``, and a function that does nothing."""
         return torch.empty_like(tensor, device=self._where), lambda: None
 
     def _exchange(self, move: Callable[..., Any], peer: int, tensor: torch.Tensor) -> list[Any]:

@@ -54,7 +54,11 @@ AGAIN = Backoff(0.1, 6.4)
 
 @naming_limits()
 def start_forkserver(environment: Mapping[str, str], listener: int) -> subprocess.Popen[bytes]:
-    """Start a forkserver on a listening socket; its output goes to our stderr."""
+    """Start a forkserver process on a listening socket; its output goes to our stderr.
+
+    :param environment: all variables of the process.
+    :param listener: descriptor of the socket, which the process inherits.
+    """
     return subprocess.Popen(
         python_module("replicas.sidecar.forkserver", "--listener", str(listener), "--parent", str(os.getpid())),
         stdout=2 if Path("/proc/self/fd/2").exists() else subprocess.DEVNULL,
@@ -76,6 +80,7 @@ class KeptForkserver:
     """
 
     def __init__(self, environment: Mapping[str, str], given_up: Callable[[str], None]) -> None:
+        """Bind the socket, and wait for connections on the loop; start no process."""
         self._loop = asyncio.get_running_loop()
         self._given_up = given_up
         address = SocketAddress(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16))
@@ -107,7 +112,7 @@ class KeptForkserver:
 
     @property
     def over(self) -> bool:
-        """Whether it was given up or killed; nothing listens at its address then."""
+        """True once it was given up or killed; nothing listens at its address then."""
         return self._listener.fileno() < 0
 
     def need(self) -> None:
@@ -132,10 +137,10 @@ class KeptForkserver:
         """Do :meth:`kill`, and wait up to ``timeout_s`` for the end of the process."""
         self.kill()
         if not await is_set_within(self.gone, timeout_s):
-            log.error("leaving forkserver %d, which survives SIGKILL", self.pid)
+            log.error("leaving behind forkserver process %d: SIGKILL has not ended it", self.pid)
 
     def _listen(self) -> None:
-        """Start the process at the next connection."""
+        """Have the loop start the process at the next connection."""
         self._loop.add_reader(self._listener, self._start)
 
     def _start(self) -> None:
@@ -154,7 +159,7 @@ class KeptForkserver:
         self._schedule()
 
     def _reap(self) -> None:
-        """Handle the end of the process."""
+        """Collect the status of the process, which has ended; time the next start."""
         assert self._child is not None
         child, self._child = self._child, None
         self._loop.remove_reader(child.pidfd)
@@ -163,25 +168,28 @@ class KeptForkserver:
         self._ended("died")
 
     def _ended(self, how: str) -> None:
-        """Schedule the next start, or give up. ``how``: the end in words."""
+        """Schedule the next start, or give up after too many.
+
+        :param how: the end in words, for logs.
+        """
         if self.over:
             self._life.ended(self._loop.time())
         elif self._life.ended(self._loop.time()):
             self.kill()
             self._given_up(f"{how} {TRIES} times")
         else:
-            log.warning("the sidecar forkserver %s", how.removesuffix(", or died,"))
+            log.warning("starting no more sidecar processes: their forkserver %s", how.removesuffix(", or died,"))
             self._schedule()
 
     def _schedule(self) -> None:
-        """Set the timer to the next step of the child's lifecycle."""
+        """Set the timer to the next step of the child's lifecycle: start or look."""
         if self._timer is not None:
             self._timer.cancel()
         due = self._life.due
         self._timer = self._loop.call_at(due, self._on_time) if due < math.inf else None
 
     def _on_time(self) -> None:
-        """Take the due step: start the process, or look whether it stalls."""
+        """Take the due step: start the process, or check whether it stalls."""
         match self._life.on_time(self._loop.time()):
             case "start":
                 (self._start if self._ahead else self._listen)()
@@ -195,6 +203,6 @@ class KeptForkserver:
         assert self._watch is not None
         reason = self._watch.reason_to_give_up(self._loop.time(), awaited=bool(self._waiting.poll(0)))
         if reason:
-            log.warning("killing the forkserver, process %d: it %s", self._child.pid, reason)
+            log.warning("killing process %d, which starts sidecars (forkserver): it %s", self._child.pid, reason)
             self._life.give_up()
             self._child.signal(signal.SIGKILL)

@@ -51,6 +51,7 @@ class Mailbox:
     """
 
     def __init__(self, channel: socket.socket, pidfd: int) -> None:
+        """Start the watch: a thread that reads the channel while this one is busy."""
         self._channel = channel
         self._pidfd = pidfd
         self._frames = frames.FrameReader(channel)
@@ -65,7 +66,10 @@ class Mailbox:
         threading.Thread(target=self._or_end, args=(self._watch_for_interrupt,), name="mailbox", daemon=True).start()
 
     def get(self) -> tuple[wire.Request, list[int]]:
-        """Wait for the next request; the caller owns its descriptors."""
+        """Main thread: wait for the next request; return it with its descriptors.
+
+        The caller owns these. Ends the process when the rank or the channel is gone.
+        """
         self._busy_since = None
         self._read_until(lambda: not self._requests.empty())
         self._busy_since = time.monotonic()
@@ -74,16 +78,18 @@ class Mailbox:
         return self._requests.get_nowait()
 
     def reply(self, message: wire.Reply) -> None:
+        """Any thread: send a reply to the rank."""
         with self._writing:
             frames.write_frame(self._channel, message)
 
     def _read_until(self, found: Callable[[], bool]) -> None:
-        """Main thread: read the channel until ``found()``."""
+        """Main thread: interrupt the watch, and read the channel until ``found()``."""
         if not self._reading.acquire(blocking=False):
             os.eventfd_write(self._interrupt, 1)
             self._reading.acquire()
 
         def read() -> None:
+            """Wait for data, and handle it, until ``found()``."""
             while not found():
                 self._read(self._poller.poll())
 
@@ -98,7 +104,12 @@ class Mailbox:
         return poller
 
     def _read(self, events: list[tuple[int, int]]) -> None:
-        """Handle incoming data; end the process if the rank or the channel is gone."""
+        """Queue incoming requests, and answer pings; the caller holds the reading lock.
+
+        Ends the process if the rank or the channel is gone.
+
+        :param events: (descriptor, poll event) pairs that have come.
+        """
         for fd, event in events:
             if fd == self._pidfd or event & _POLL_END:
                 end_process(0)
@@ -117,7 +128,7 @@ class Mailbox:
 
     @staticmethod
     def _or_end(do: Callable[[], None]) -> None:
-        """Run ``do``; end the process if the channel fails or is malformed."""
+        """Run ``do``; if it raises, as the channel failed, end the process."""
         code = 1
         try:
             do()
@@ -129,7 +140,10 @@ class Mailbox:
                 end_process(code)
 
     def _watch_for_interrupt(self) -> None:
-        """Read the channel while the main thread is busy; the watch's function."""
+        """The watch thread's function: read the channel while the main thread is busy.
+
+        Never returns.
+        """
         poller = self._new_poller()
         poller.register(self._interrupt, select.POLLIN)
         ticker = select.poll()  # polls nothing: a timer

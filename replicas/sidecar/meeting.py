@@ -83,9 +83,13 @@ _Finding = dict[int, str]
 
 
 def meet(store: SignedStore, spec: GroupSpec, deadline: float) -> None:
-    """Exchange cards and findings with all members of the group over ``store``.
+    """Check with all members of the group, over ``store``, that it can be built; block.
+
+    Each member puts a card (its view of the group) and its findings (members that it
+    cannot connect to) into the store, and reads those of all.
 
     :param store: has the group's prefix.
+    :param deadline: by ``time.monotonic()``.
     :raises replicas.errors.Preflight: they cannot work together; its ``members`` are at
         fault.
     :raises replicas.errors.StoreTampered: another client writes into the store.
@@ -109,23 +113,26 @@ def meet(store: SignedStore, spec: GroupSpec, deadline: float) -> None:
 
 
 def _check(mine: _Card, card: _Card) -> None:
-    """Raise Preflight if the two members cannot be in one group."""
+    """Raise Preflight if ``card``, of a member, cannot be in one group with ``mine``.
+
+    A card is a member's entry in the store.
+    """
     if card.error:
         raise Preflight(
-            f"{card.name} cannot bind its address {card.address}: {card.error}",
+            f"{card.name} cannot listen at its address {card.address} ({card.error})",
             members=(card.name,),
             hint="the coordinator must be reached by an address that the other members can use too, "
             "not through a tunnel or address translation",
         )
     for what, value, there in (("backend", mine.backend, card.backend), ("size", mine.size, card.size)):
         if value != there:
-            text = f"{mine.name} builds a group of {what} {value}, {card.name} one of {what} {there}"
+            text = f"{mine.name} builds a process group of {what} {value}, {card.name} one of {what} {there}"
             hint = "give all members the same version of this library and the same config"
             raise Preflight(text, members=(mine.name, card.name), hint=hint)
 
 
 def _check_hosts(cards: Iterable[_Card]) -> None:
-    """Raise Preflight, on every member, if two machines have one address."""
+    """Raise Preflight if two machines have one address, on every member alike."""
     known: dict[str, _Card] = {}
     for card in cards:
         first = known.setdefault(card.address, card)
@@ -140,13 +147,20 @@ def _check_hosts(cards: Iterable[_Card]) -> None:
 def _collect(
     store: SignedStore, spec: GroupSpec, what: str, kind: type[_T], deadline: float, check: Callable[[_T], None]
 ) -> dict[int, _T]:
-    """Wait for every member's ``what`` in the store; check each, return all by rank."""
+    """Wait for the values of all members in the store; check each; return all by rank.
+
+    :param what: first part of the keys: ``card`` or ``finding``.
+    :param kind: type of the decoded values.
+    :param deadline: by ``time.monotonic()``.
+    :param check: called with each value as it comes; raises to end the wait.
+    :raises RuntimeError: a member's value is missing at the deadline, or malformed.
+    """
     found: dict[int, _T] = {}
     while missing := [rank for rank in range(spec.size) if rank not in found]:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             names = ", ".join(spec.name(rank) for rank in missing)
-            raise RuntimeError(f"{names} did not join the group (no {what} by the deadline)")
+            raise RuntimeError(f"{names} did not join the process group (no {what} by the deadline)")
         store.set_timeout(timedelta(seconds=max(0.01, min(store.slice_s, remaining))))
         try:
             values = store.multi_get([f"{what}/{rank}" for rank in missing])
@@ -164,9 +178,10 @@ def _collect(
 
 @contextmanager
 def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
-    """Bind a port and, with ``listen``, greet all callers on a thread in the block.
+    """Context manager: bind a port and, with ``listen``, greet callers on a thread.
 
-    Yield (port, ""), or (0, the error's text) if the address cannot be bound.
+    Yields (port, ""), (0, "") if it does not listen, or (0, the error's text) if the
+    address cannot be bound. Ends the thread and closes the port on exit.
     """
     with ExitStack() as stack:
         try:
@@ -198,7 +213,7 @@ def _greeting(spec: GroupSpec, rank: int, port: int) -> bytes:
 
 
 def _greet(listener: socket.socket, words: bytes) -> None:
-    """Send the greeting to each caller, until the listener is shut down."""
+    """Thread: send the greeting ``words`` to each caller, until ``listener`` ends."""
     while True:
         try:
             caller, _ = listener.accept()
@@ -213,7 +228,10 @@ def _greet(listener: socket.socket, words: bytes) -> None:
 
 
 async def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Finding:
-    """Connect to all members with another address; return failures by rank."""
+    """Connect to all members with another address; return the failures, by rank.
+
+    :param mine: this member's card. ``cards``: those of all members, by rank.
+    """
     others = [rank for rank, card in cards.items() if rank != spec.rank and card.address != mine.address]
     calls = [_call(cards[rank], _greeting(spec, rank, cards[rank].port)) for rank in others]
     reasons = await asyncio.gather(*calls)
@@ -221,7 +239,10 @@ async def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Find
 
 
 async def _call(card: _Card, greeting: bytes) -> Reason | None:
-    """Connect to a member and check its greeting; return the failure, or None."""
+    """Connect to a member and check its greeting; return the failure, or None.
+
+    :param greeting: the bytes that only this member can send.
+    """
     loop = asyncio.get_running_loop()
     began, heard = loop.time(), b""
     awaited, limit_s = "connection", CONNECT_S
@@ -241,11 +262,11 @@ async def _call(card: _Card, greeting: bytes) -> Reason | None:
             return f"no {awaited} within {limit_s:g} s"
         except OSError as error:
             return os.strerror(error.errno or 0)
-    return None if heard == greeting else "another listener answers there"
+    return None if heard == greeting else "another program answers there"
 
 
 def blame(edges: set[tuple[int, int]]) -> list[int]:
-    """Return the ranks at fault, given pairs of (caller, unreachable).
+    """Return the ranks at fault, given pairs of ranks (caller, unreachable).
 
     Greedy: blame the ranks that most others failed to reach, drop their pairs, repeat.
     """

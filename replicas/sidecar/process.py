@@ -74,7 +74,13 @@ class SidecarProcess:
                 return None
 
     def _answer(self, number: int, do: Callable[[], wire.Reply]) -> wire.Reply:
-        """Return the reply of ``do()``, or Failed if that raises."""
+        """Return the reply of ``do()``, or Failed if that raises.
+
+        Failed says whether the group is over, and with it this process, or the request
+        was refused before any byte moved.
+
+        :param number: of the request.
+        """
         self._began = False
         try:
             return do()
@@ -90,6 +96,7 @@ class SidecarProcess:
             return wire.Failed(number, _summary(error), over=not refused)
 
     def _build(self, request: wire.BuildGroup) -> wire.Reply:
+        """Form the process group, and use its GPU; ValueError if there is a group."""
         if self._group is not None:
             raise ValueError("this sidecar has a group already")
         name_process("replica-sidecar")
@@ -100,6 +107,7 @@ class SidecarProcess:
         return wire.Done(request.id)
 
     def _collective(self, request: wire.RunCollective) -> wire.Reply:
+        """Run an operation on mapped buffers; wait until no work of it is pending."""
         group, spec = self._built_group, request.spec
         found = [None if key is None else self._buffer(key) for key in (request.inputs, request.outputs)]
         buffers = [buffer for buffer in found if buffer is not None]
@@ -115,6 +123,7 @@ class SidecarProcess:
         return wire.Done(request.id)
 
     def _probe(self, request: wire.ProbeBuffer) -> wire.Reply:
+        """Return all bytes of a small mapped buffer, to prove that it can be read."""
         buffer = self._buffer(request.buffer)
         with self._stream():
             self._await_rank(buffer)
@@ -122,7 +131,11 @@ class SidecarProcess:
         return wire.Probed(request.id, seen)
 
     def _map(self, key: int, fd: int, device: str) -> None:
-        """Map a buffer; keep an error for the request that uses the buffer."""
+        """Map a buffer, and own ``fd``; keep an error for the request that uses it.
+
+        :param key: name of the buffer in later requests.
+        :param device: UUID of its GPU; empty for host memory.
+        """
         try:
             if device:
                 self._select_gpu(device)
@@ -136,7 +149,7 @@ class SidecarProcess:
             self._unusable[key] = error
 
     def _buffer(self, key: int) -> Buffer:
-        """Return a mapped buffer; raise the error with which its mapping failed."""
+        """Return the buffer mapped as ``key``; raise the error of a failed mapping."""
         if key in self._unusable:
             raise self._unusable[key]
         return self._buffers[key]
@@ -153,17 +166,17 @@ class SidecarProcess:
                 self._group.use(gpu)
 
     def _stream(self) -> AbstractContextManager[None]:
-        """Return a context on the sidecar's own stream; empty without a GPU."""
+        """Return a context on the sidecar's own stream; it is empty without a GPU."""
         return nullcontext() if self._gpu is None else self._gpu.on_side_stream(self._uuid)
 
     def _await_rank(self, *buffers: Buffer) -> None:
-        """Wait for the rank's pending work on the buffers."""
+        """Block until the rank's pending GPU work on the buffers has ended."""
         for buffer in buffers:
             buffer.wait_for_write()
         self._synchronize_gpu(*buffers)
 
     def _synchronize_gpu(self, *buffers: Buffer) -> None:
-        """Wait for the sidecar's own pending work on the buffers."""
+        """Block until this process's own GPU work on the buffers has ended."""
         if self._gpu is not None and any(buffer.device for buffer in buffers):
             self._gpu.synchronize(self._uuid)
 
@@ -182,7 +195,12 @@ def _summary(error: Exception) -> str:
 
 
 def run(channel: socket.socket, rank_pidfd: int) -> None:
-    """Serve the rank at the other end of ``channel`` until it closes that or dies."""
+    """Serve the rank at the other end of ``channel``; never return.
+
+    The process ends when the rank closes the channel or dies, or the group has failed.
+
+    :param rank_pidfd: of the rank.
+    """
     torch.set_num_threads(1)
     mailbox = Mailbox(channel, rank_pidfd)
     sidecar = SidecarProcess(mailbox)

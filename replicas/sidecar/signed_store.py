@@ -62,23 +62,32 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
     # ------------------------------------------------------ methods for process groups
 
     def set(self, key: str, value: str | bytes) -> None:
+        """Write a value behind its tag, and remember it as our own."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._mine[key] = self._tag(key, data) + data
         self._inner.set(key, self._mine[key])
 
     def get(self, key: str) -> bytes:
-        """Wait for the key as :meth:`wait` does, and return its value."""
+        """Wait up to the timeout for the key; return its value, without its tag.
+
+        :raises torch.distributed.DistStoreError: the key is missing after the timeout.
+        :raises replicas.errors.StoreTampered: a value, or an own key, was tampered
+            with.
+        """
         return self._verified_value(key, self._patiently(lambda: self._inner.get(key), self._timeout))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for all keys as :meth:`get` does for one, and return their values."""
         values = self._patiently(lambda: self._inner.multi_get(list(keys)), self._timeout)
         return [self._verified_value(key, value) for key, value in zip(keys, values, strict=True)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Write all values, as :meth:`set` does."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def check(self, keys: Sequence[str]) -> bool:
+        """Return True if all keys are in the store; do not verify their values."""
         found: bool = self._inner.check(list(keys))
         return found
 
@@ -91,7 +100,11 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         self._patiently(lambda: self._inner.wait(list(keys)), self._timeout if timeout is None else timeout)
 
     def _patiently(self, ask: Callable[[], _T], timeout: timedelta) -> _T:
-        """Return ``ask()``, retried until the timeout; verify own keys in between."""
+        """Return ``ask()``, retried until the timeout; verify own keys in between.
+
+        :param ask: a request to the store, which raises DistStoreError after a slice of
+            time.
+        """
         until = time.monotonic() + timeout.total_seconds()
         slice_s = self.slice_s
         while True:
@@ -105,17 +118,21 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
                     raise
 
     def set_timeout(self, timeout: timedelta) -> None:
+        """Set the limit of later waits of this object."""
         self._timeout = timeout
 
     def delete_key(self, key: str) -> bool:
+        """Delete a key, also of another member; return True if it was there."""
         self._mine.pop(key, None)
         found: bool = self._inner.delete_key(key)
         return found
 
     def has_extended_api(self) -> bool:
+        """Return False: torch then uses plain ``set`` and ``get`` alone."""
         return False
 
     def clone(self) -> SignedStore:
+        """Return this object itself, which torch then shares."""
         return self
 
     @property
@@ -139,7 +156,7 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
                 self._raise_tampered(f'the key "{key}" that this member wrote was overwritten')
 
     def _verified_value(self, key: str, value: bytes) -> bytes:
-        """Return a stored value without its tag; raise StoreTampered if it is wrong."""
+        """Return a stored value without its tag; StoreTampered if that is wrong."""
         data = value[TAG_NBYTES:]
         if value[:TAG_NBYTES] != self._tag(key, data):
             self._raise_tampered(f'the value of "{key}" was not written by a member')
@@ -148,7 +165,7 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
     def _raise_tampered(self, what: str) -> None:
         """Record the tampering in ``tampered``, and raise StoreTampered."""
         self.tampered = what
-        raise StoreTampered(f"another client writes into the store: {what}")
+        raise StoreTampered(f"a process other than a member writes into the rendezvous store: {what}")
 
     def _tag(self, key: str, data: bytes) -> bytes:
         """Return the keyed hash of key and value, which precedes the stored value."""

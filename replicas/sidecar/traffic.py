@@ -72,7 +72,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def of_request(self) -> Iterator[None]:
-        """Context manager: measure while bytes go to and from peers."""
+        """Context manager: count the bytes to and from peers, during one request."""
         now = time.monotonic()
         with self._lock:
             self._last = self._read() if self._sockets else self._find()
@@ -86,7 +86,10 @@ class Traffic:
                 self._active = False
 
     def progress(self) -> Moved | None:
-        """Read the counts; return the progress so far, or None without TCP traffic."""
+        """Any thread: read the kernel's counts of TCP bytes since the request began.
+
+        :returns: the progress, or None outside a request or without TCP connections.
+        """
         with self._lock:
             if not self._active:
                 return None
@@ -106,18 +109,21 @@ class Traffic:
             return Moved(sent, received, now - self._still_since, rtt_s, tuple(sorted(held_up)))
 
     def _find(self) -> dict[_Key, _Connection]:
-        """List this process's TCP connections again, and return their counts."""
+        """Under the lock: list this process's TCP connections; return their counts."""
         self._sockets = {fd: key for fd in _descriptors() if (key := _ends(fd)) is not None}
         return self._read()
 
     def _read(self) -> dict[_Key, _Connection]:
-        """Return the counts of the known connections, without those just closed."""
+        """Under the lock: return the counts of the known connections still open."""
         read = ((key, _counts(fd, key)) for fd, key in self._sockets.items())
         return {key: counts for key, counts in read if counts is not None}
 
 
 def _holds_up(now: _Connection, before: _Connection | None, elapsed_s: float) -> bool:
-    """Return True if the peer or the network holds up the queued bytes."""
+    """Return True if the peer or the network holds up the queued bytes.
+
+    :param before: the counts ``elapsed_s`` seconds ago; None of a new connection.
+    """
     if not now.queued:
         return False
     if now.tries >= TRIES:
@@ -135,7 +141,10 @@ def _descriptors() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _borrowed(fd: int, family: int = -1, kind: int = -1) -> Iterator[socket.socket]:
-    """Context manager: a socket object for a descriptor, which stays open."""
+    """Context manager: a socket object for descriptor ``fd``, which stays open.
+
+    :param family: address family of the socket, as its ``kind``; -1: ask the kernel.
+    """
     sock = socket.socket(family, kind, -1, fd)
     try:
         yield sock

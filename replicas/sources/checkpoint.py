@@ -51,6 +51,7 @@ class Checkpoint(dict[str, torch.Tensor]):
     """
 
     def __init__(self) -> None:
+        """Begin without tensors."""
         super().__init__()
         self.metadata: dict[str, str] = {}
         self.aliases: dict[str, str] = {}
@@ -235,8 +236,10 @@ def _find_conversion(path: Path) -> str:
 
 
 def _literal(value: object) -> str:
-    """Return the value as a literal of Python without single quotes, for a shell
-    command."""
+    """Return a string or list as Python source without single quotes.
+
+    For code that a hint quotes in a shell command.
+    """
     return json.dumps(value, ensure_ascii=False)  # without the quotes that a shell would take
 
 
@@ -288,7 +291,10 @@ def _add_file(found: Checkpoint, path: Path, promised: set[str] | None) -> None:
 
 
 def _read_ties(header: Header) -> dict[str, str]:
-    """Return the names of tied tensors -> the name that has the data."""
+    """Return, for the header of a file, tied names -> the name that has their data.
+
+    :func:`checkpoint` gives a tied name the tensor of that other name.
+    """
     removed = {
         name: kept
         for name, kept in header.metadata.items()
@@ -301,8 +307,9 @@ def _read_ties(header: Header) -> dict[str, str]:
 
 
 def _spec(name: str, entry: FileEntry, stand_in: str | None) -> TensorSpec:
-    """Return name, dtype and shape of a tensor, as torch has them.
+    """Return name, dtype and shape of a tensor of a file, as torch has them.
 
+    :param entry: of the tensor in the file's header.
     :param stand_in: the dtype that a file of an old release, which had no code for it,
         records as U8 bytes; None for other tensors.
     :raises ValueError: torch does not have the dtype, or rows are not whole bytes.
@@ -320,10 +327,12 @@ def _spec(name: str, entry: FileEntry, stand_in: str | None) -> TensorSpec:
 
 
 def _tensor(data: mmap.mmap, start: int, name: str, entry: FileEntry, stand_in: str | None) -> torch.Tensor:
-    """Return a tensor of a mapped file: a view of ``data``, or a copy if it is not
-    aligned there.
+    """Return a tensor of a mapped file: a view of ``data``, or a copy if unaligned
+    there.
 
-    :param start: offset of the tensors' data in the file, in bytes.
+    :param data: the mapped file. :param start: offset of the tensors' data in it, in
+        bytes.
+    :param entry: of the tensor in the file's header.
     :param stand_in: dtype name to use where torch lacks the file's, or None.
     :raises ValueError: the length of the bytes does not fit dtype and shape.
     """

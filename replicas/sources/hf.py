@@ -101,8 +101,10 @@ class HfSource:
     """The result of :func:`hf`: an iterable of (name, tensor) with ``metadata()``."""
 
     def __init__(self, model: torch.nn.Module, adapter: str, frozen: bool, sync: str) -> None:
-        """Check the arguments, for ``adapter="only"`` also the model; gather
-        nothing."""
+        """Check the arguments, which are those of :func:`hf`; gather nothing.
+
+        For ``adapter="only"`` the model is checked, too.
+        """
         if adapter not in ("merged", "only"):
             raise errors.UsageError(f"hf: adapter={adapter!r}", hint='pass "merged" or "only"')
         if sync not in ("none", "device"):
@@ -201,7 +203,10 @@ def _views(plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def _is_resident(plan: Plan) -> bool:
-    """Return True if all tensors of the plan are views of the model's own memory."""
+    """Return True if all tensors of the plan are views of the model's own memory.
+
+    Then none has to be gathered, merged or computed.
+    """
     used = {name for row in plan.rows.values() for name in row.inputs}
     if plan.merging is not None and not used.isdisjoint(plan.merging.origins):
         return False

@@ -88,8 +88,11 @@ class MegatronSource:
         float8: Callable[[str], bool] | None,
         share: tuple[int, int] | None,
     ) -> None:
-        """Check the arguments; without ``like`` and ``share`` walk ``export`` once, to
-        learn names, dtypes and shapes."""
+        """Check the arguments, which are those of :func:`megatron`.
+
+        Without ``like`` and ``share`` walk ``export`` once (a collective), to learn
+        names, dtypes and shapes.
+        """
         if not callable(export):
             hint = "pass a function: lambda: bridge.export_hf_weights(model)"
             raise errors.UsageError("megatron: a generator is used up by the first publish", hint=hint)

@@ -84,8 +84,15 @@ class Mirror:
         like: Path | None = None,
         marker: str = "",
     ) -> None:
-        """Check the arguments, create and lock the folder, and remove unfinished
-        folders."""
+        """Check the arguments.
+
+        Create and lock the folder, and remove unfinished parts of it.
+
+        :param folder: gets a folder for each version. :param keep: number of versions
+            that stay. :param name: pattern of their folders' names. :param like: a
+            model's folder, whose other files are copied. :param marker: name of an
+            empty file to add.
+        """
         self._folder, self._keep, self._name, self._marker = folder, keep, name, marker
         if "{" not in name:
             raise errors.UsageError(f"name {name!r} is the same for all versions", hint='e.g. "step_{step}"')
@@ -111,6 +118,7 @@ class Mirror:
         os.close(self._lock)
 
     def __enter__(self) -> Self:
+        """Return this mirror."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -143,6 +151,7 @@ class Mirror:
     def _write(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> None:
         """Write a version's folder at ``place``, and point ``latest`` to it.
 
+        :param file: descriptor of the version's file.
         :param kept: notes of all versions in the mirror's folder, by path. One at
             ``place`` is replaced; anything else there raises UsageError.
         """
@@ -306,7 +315,7 @@ def _is_beside(path: Path) -> bool:
 
 
 def _is_component(name: str) -> bool:
-    """Return True for a valid, visible name of one file or folder."""
+    """Return True for a valid, visible name of one file or folder, without "/"."""
     return (
         bool(name)
         and not name.startswith(".")

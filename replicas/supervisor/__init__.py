@@ -24,7 +24,10 @@ linux.require()
 
 
 def __getattr__(name: str) -> object:
-    """Import :class:`Supervisor` at its first use; AttributeError for other names."""
+    """Import and return :class:`Supervisor` at its first use.
+
+    Python calls it for names that this package lacks; other names raise AttributeError.
+    """
     if name == "Supervisor":
         from replicas.supervisor.supervisor import Supervisor
 

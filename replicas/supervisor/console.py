@@ -28,20 +28,30 @@ class Console:
         self._lines: BackgroundQueue[str] = BackgroundQueue("console", self._show, self._missing)
 
     def say(self, text: str) -> None:
-        """Print text with the time of day; indent its further lines. Never waits."""
+        """Queue a line with the time of day, and indent its further lines. Never waits.
+
+        The console's thread prints it, or drops and counts it if the queue is full.
+        """
         self.write(f"{time.strftime('%H:%M:%S')} replicas: {hanging(text)}")
 
     def write(self, text: str) -> None:
-        """Print text as lines of printable characters. Never waits."""
+        """Queue text as lines of printable characters, without a time. Never waits."""
         self._lines.put(text)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` until all lines are written. Return True if so."""
+        """Block until all queued lines are written, or for ``timeout_s``.
+
+        Return True if all are written.
+        """
         return self._lines.flush(timeout_s)
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Context manager: print logged warnings here if logging has no handler."""
+        """Print logged warnings and errors here during the block.
+
+        Does so only if the root logger has no handler. At the end, flush the queued log
+        records and remove the handler again.
+        """
         root = logging.getLogger()
         handler = _Handler(self) if not root.handlers else None
         if handler is not None:
@@ -54,11 +64,16 @@ class Console:
                 root.removeHandler(handler)
 
     def _missing(self, count: int) -> None:
-        """Print the number of dropped lines, in place of those lines."""
+        """Print, in the console's thread, that ``count`` lines were dropped here.
+        Blocks.
+        """
         self._show(f"({count} lines before this one were dropped: the output was blocked)")
 
     def _show(self, text: str) -> None:
-        """Write the text as lines, in the thread; ignore errors. Blocks."""
+        """Write the text as lines to the descriptor, and ignore errors. Blocks.
+
+        Runs in the console's thread only.
+        """
         with suppress(
             OSError
         ):  # the terminal is gone, or its disk is full: the run continues, and the events are on disk
@@ -86,6 +101,7 @@ class _Handler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Queue the formatted record as a line of the console. Never waits."""
         try:
             self._console.say(self.format(record))
         except Exception:  # noqa: BLE001  # as every handler: an unformattable message must not raise

@@ -15,10 +15,13 @@ T = TypeVar("T")
 async def finish_in_thread(
     work: Callable[[], T], *, given_up: Callable[[], None] = lambda: None, undo: Callable[[], None] = lambda: None
 ) -> T:
-    """Run ``work`` in a thread and return its result.
+    """Run ``work`` in a thread, wait for its end, and return its result.
 
-    A cancellation calls ``given_up``, waits for the end of the thread, and calls
-    ``undo`` if the work succeeded: the thread must not run while its caller cleans up.
+    A cancelled caller still waits until the thread has ended, as the thread must not
+    run while the caller cleans up; then CancelledError is raised.
+
+    :param given_up: called first on a cancellation, to make ``work`` end early.
+    :param undo: called after a cancellation if ``work`` succeeded nevertheless.
     """
     task = asyncio.ensure_future(anyio.to_thread.run_sync(work))
     try:

@@ -83,6 +83,7 @@ def supervise(config: Config, surroundings: SchedulerHooks = SchedulerHooks()) -
 
 
 async def _supervise(config: Config, console: Console, surroundings: SchedulerHooks) -> int:
+    """Run the config on this event loop, and return the exit code of the run."""
     say = console.say
     notifier = Notifier.from_environ(os.environ)
     supervisor = Supervisor(surroundings.adapt(config), report=say)
@@ -112,7 +113,7 @@ async def _supervise(config: Config, console: Console, surroundings: SchedulerHo
     finally:
         notifier.close()
     words = f": {supervisor.fleet.words_of_cut}" if code == CUT else ""
-    end = "left as it is" if supervisor.detached else "over"
+    end = "goes on without this supervisor" if supervisor.detached else "over"
     say(f"run {config.run.name}: {end}, exit code {code}{words}; its output: replicas logs{_named(config)}")
     return code
 
@@ -128,7 +129,7 @@ def _invitations(supervisor: Supervisor) -> Iterator[str]:
                 environ.REPLICA: "auto" if group.world_size == 1 else "N",
             }
             listed = " ".join(f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
-            yield f"{group.name}: start its programs yourself; they join with {listed}"
+            yield f"group {group.name}: start its programs yourself, each with these variables: {listed}"
 
 
 def _named(config: Config) -> str:
@@ -189,7 +190,7 @@ class _Operator:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Context manager: handle the signals, and ignore them after the block."""
+        """Handle signals during the block; leave them ignored after it."""
         loop = asyncio.get_running_loop()
         signals = {
             signal.SIGTERM: self._drain,
@@ -199,6 +200,7 @@ class _Operator:
         }
 
         def arrived(number: int, frame: object) -> None:
+            """Python's signal handler: pass the signal on to the loop."""
             signum = signal.Signals(number)
             loop.call_soon_threadsafe(signals[signum], signum.name)
 
@@ -219,7 +221,7 @@ class _Operator:
         await asyncio.gather(*self._tasks, return_exceptions=True)  # each has reported its own error
 
     async def entered(self, stack: AsyncExitStack) -> bool:
-        """Start the supervisor. Return False if the start was cancelled and undone."""
+        """Start the supervisor in ``stack``. Return False if a signal undid it."""
         entered = False
         self._starting = asyncio.current_task()
         try:
@@ -239,7 +241,7 @@ class _Operator:
         return entered
 
     def _give_up(self, name: str) -> bool:
-        """Cancel the start, if it is in progress. Return True if it was."""
+        """Cancel the start for signal ``name``. Return True if it was in progress."""
         if self._starting is None:
             return False
         self._say(f"{name}: cancelling the start")
@@ -247,38 +249,38 @@ class _Operator:
         return True
 
     def _drain(self, name: str) -> None:
-        """Drain the run, or cancel its start; a second call kills the processes."""
+        """Drain for signal ``name``, or cancel the start; a second call kills all."""
         if self._ending:
             self._say(f"{name}: killing the remaining processes")
         elif not self._give_up(name):
-            self._say(f"{name}: draining; repeat the signal to kill immediately")
+            self._say(f"{name}: draining the run; repeat the signal to kill its processes at once")
         self.spawn(self._end(hurry=self._ending))
         self._ending = True
         self._watcher.stopping()
 
     def _preempt(self, name: str) -> None:
-        """Drain for a preemption, or cancel the start; ignored if the run ends."""
+        """Drain for a preemption (signal ``name``), or cancel the start; only once."""
         if self._ending:
-            self._say(f"{name}: already draining")
+            self._say(f"{name}: ignored, as the run is being drained already")
             return
         self._ending = self.preempted = True
         if not self._give_up(name):
-            self._say(f"{name}: draining, because this machine is about to be taken away")
+            self._say(f"{name}: draining the run, because this machine is about to be taken away")
         self.spawn(self._end(preempted=True))
         self._watcher.stopping()
 
     async def _end(self, *, hurry: bool = False, preempted: bool = False) -> None:
-        """Wait for the start, then preempt or drain the run; ``hurry``: by SIGKILL."""
+        """Wait for the start, then for a preemption or drain (``hurry``: SIGKILL)."""
         await self.started.wait()
         await (self._supervisor.preempt() if preempted else self._supervisor.drain(hurry=hurry))
 
     def _hang_up(self, name: str) -> None:
-        """Reload the config, or drain the run if its terminal is gone."""
+        """Reload the config for signal ``name``, or drain if the terminal is gone."""
         if self._terminal.gone:
             if not self._ending:
                 self._drain(f"{name} of a terminal that is gone")
         elif self._ending:
-            self._say(f"{name}: ignored while draining")
+            self._say(f"{name}: the config is not reloaded, as the run is being drained")
         else:
             self._reload_asked.set()
 
@@ -301,24 +303,25 @@ class _Operator:
         """Reload the config once; set ``decided`` when it is in use or refused."""
 
         def accepted(reloaded: Reloaded) -> None:
+            """Print what changes, and set ``decided``."""
             parts = (("changed", reloaded.changed), ("added", reloaded.added), ("removed", reloaded.removed))
-            words = "; ".join(f"{word}: {', '.join(names)}" for word, names in parts if names)
-            self._say(f"SIGHUP: in use{'; ' if words else ''}{words}")
+            words = "; ".join(f"{word} {', '.join(names)}" for word, names in parts if names)
+            self._say(f"SIGHUP: the new config is in use; {words or 'nothing has changed'}")
             decided.set()
 
         try:
             await self._supervisor.reloading.reload(accepted=accepted)
         except errors.ReplicasError as error:
-            self._say(f"SIGHUP: {'' if decided.is_set() else 'nothing is changed: '}{error}")
+            self._say(f"SIGHUP: {'' if decided.is_set() else 'the old config stays in use; '}{error}")
         finally:
             decided.set()
 
     def spawn(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
-        """Run the work in a task, which prints its error."""
+        """Start the work in a task, which prints its error and does not raise it."""
         return keep_until_done(asyncio.create_task(self._reporting(work)), self._tasks)
 
     async def _reporting(self, work: Coroutine[object, object, object]) -> None:
-        """Run the work, and print its error at once instead of raising it."""
+        """Run the work, and print its error instead of raising it."""
         try:
             await work
         except errors.ReplicasError as error:
@@ -340,7 +343,7 @@ class Notifier:
 
     @classmethod
     def from_environ(cls, environ: MutableMapping[str, str]) -> Notifier:
-        """Create it; remove its variables from ``environ``, which replicas inherit."""
+        """Return a notifier; remove its variables, which replicas would inherit."""
         address = environ.pop("NOTIFY_SOCKET", "")
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         ours = not pid or pid == str(os.getpid())
@@ -353,7 +356,7 @@ class Notifier:
         return self._socket is not None
 
     def send(self, **fields: str) -> bool:
-        """Send these fields and those not sent before. Return True if it worked."""
+        """Send fields, and unsent ones, to systemd; never wait. False if that fails."""
         if self._socket is None:
             return False
         self._unsent.update(fields)
@@ -364,7 +367,7 @@ class Notifier:
             return False
         except OSError as error:
             if not self._failed:
-                log.warning("cannot notify %s: %s", self._address.replace("\0", "@"), error.strerror)
+                log.warning("going on without telling %s: %s", self._address.replace("\0", "@"), error.strerror)
             self._failed = True
             return False
         self._failed = False
@@ -373,7 +376,7 @@ class Notifier:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Context manager: send that a reload has begun, and that it is over."""
+        """Send RELOADING before the block, and READY after it."""
         self.send(RELOADING="1", MONOTONIC_USEC=str(time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000))
         try:
             yield
@@ -400,7 +403,7 @@ class Watcher:
         self._loop_at: float | None = None
 
     async def run(self) -> None:
-        """Send ``READY=1``, then changes every second; more often for a watchdog."""
+        """Send systemd ``READY=1``, then changes each second (faster: watchdog)."""
         if not self._notifier.wanted:
             return
         watchdog_s = self._notifier.watchdog_s
@@ -411,13 +414,13 @@ class Watcher:
             self.send_changes(time.monotonic())
 
     def stopping(self) -> None:
-        """Send, once, that the run is being ended."""
+        """Send ``STOPPING=1``, unless it was sent before."""
         if not self._stopping:
             self._stopping = True
             self._notifier.send(STOPPING="1")
 
     def send_changes(self, now: float, **fields: str) -> None:
-        """Send the changes since the last call, and ``fields``."""
+        """Send ``fields``, a changed status line, and the watchdog's sign of life."""
         status = self._supervisor.status()
         line = status_line(status)
         if line != self._status:
@@ -435,7 +438,7 @@ class Watcher:
 
 
 def status_line(status: RunStatus) -> str:
-    """Return ``STATUS``: ``rollout 3/4, trainer 1/1 ready; policy at version 17``."""
+    """Return the status as ``rollout 3/4, trainer 1/1 ready; policy at version 17``."""
     groups = ", ".join(
         f"{group.name} {sum(one.state in ('ready', 'finished') for one in group.replicas)}/{len(group.replicas)}"
         for group in status.groups

@@ -113,11 +113,12 @@ class Reloading:
         return reloaded
 
     async def catch_up(self) -> None:
-        """Restart replicas that the config would start differently or elsewhere,
-        rolling, one group after another.
+        """Restart replicas that the config would start differently or on another node.
 
-        The config changed without a supervisor, or an earlier one did not finish. A
-        group that fails is only reported.
+        Called after this supervisor has taken over a running run, because the config
+        may have changed without a supervisor, or an earlier reload did not finish.
+        Restart one group after another, a few replicas at a time. A group that fails is
+        only reported.
         """
         groups, misplaced = self._fleet().groups, self._context.resources.misplaced
         for group in [*groups.values()]:
@@ -128,12 +129,19 @@ class Reloading:
             try:
                 await self._roll(group, _CHANGED, chosen)
             except errors.ReplicasError as error:
-                self._context.say(f"group {group.config.name}, whose config has changed: {error}")
+                self._context.say(f"group {group.config.name} was not restarted with its new config: {error}")
 
     def _rolls_for(self, new: Config, found: ConfigDiff) -> dict[str, tuple[Cause, frozenset[int]]]:
-        """Return ``{group: (cause, indices)}``: the replicas to restart, and why.
+        """Choose the replicas that a reload must restart, and change nothing.
 
-        All of a group, if the restart of an earlier reload is still in progress.
+        All replicas of a group if its processes would be started differently, or if
+        such a restart by an earlier reload is still in progress; else those on this
+        machine that need labels which the machine no longer has.
+
+        :param new: the config that was accepted.
+        :param found: its differences from the config in use.
+        :returns: by group name, the reason to report and the indices of the replicas.
+            Groups without a restart are left out.
         """
         rolls: dict[str, tuple[Cause, frozenset[int]]] = {}
         groups, resources = self._fleet().groups, self._context.resources
@@ -149,9 +157,13 @@ class Reloading:
     def _apply_config(self, new: Config, found: ConfigDiff, rolls: Iterable[str]) -> Reloaded:
         """Use the config in all groups, add its new groups, and save; restart nothing.
 
-        Cancel earlier rolling restarts of the groups in ``rolls`` and the removed ones.
+        Cancel the rolling restarts of earlier reloads in the groups ``rolls`` and in
+        removed ones.
 
-        :returns: the event, which was emitted.
+        :param found: the differences of ``new`` from the config in use.
+        :param rolls: names of the groups with replicas to restart.
+        :returns: the event with the changed, added and removed groups, which was
+            emitted.
         """
         context, fleet = self._context, self._fleet()
         for name in (*rolls, *found.removed):
@@ -174,7 +186,14 @@ class Reloading:
         return reloaded
 
     async def _carry_out(self, found: ConfigDiff, rolls: Mapping[str, tuple[Cause, frozenset[int]]]) -> None:
-        """Restart, scale and remove groups concurrently; then raise the first error."""
+        """Restart, scale and remove groups at the same time, and wait for all of it.
+
+        :param found: the differences of the new config, with resized and removed
+            groups.
+        :param rolls: by group, why and which replicas restart, from :meth:`_rolls_for`.
+        :raises replicas.errors.WorldError: the first error of a group, after all have
+            ended.
+        """
         steps: list[Coroutine[Any, Any, None]] = [self._remove(name) for name in found.removed]
         for name in dict.fromkeys((*found.resized, *rolls)):
             steps.append(self._restart_and_scale(name, *rolls.get(name, (_CHANGED, frozenset()))))
@@ -183,7 +202,10 @@ class Reloading:
                 raise ended
 
     async def _remove(self, name: str) -> None:
-        """Drain and remove the group, even if the caller is cancelled meanwhile."""
+        """Drain the group's replicas, remove the group, and wait until it is gone.
+
+        The removal continues in its own task if the caller is cancelled meanwhile.
+        """
         fleet = self._fleet()
         task = self._removals[name] = asyncio.create_task(fleet.scale(fleet.groups[name], 0, reason="reloaded"))
         task.add_done_callback(lambda _: self._removals.pop(name))
@@ -192,7 +214,9 @@ class Reloading:
     async def _restart_and_scale(self, name: str, cause: Cause, indices: frozenset[int]) -> None:
         """Restart the replicas ``indices``, then scale the group if it has a new size.
 
-        Each waits for the other, so that no replica starts twice.
+        One after the other, so that no replica starts twice. Wait until both are done.
+
+        :param cause: the reason of the restart, for its events.
         """
         fleet = self._fleet()
         group = fleet.groups[name]
@@ -203,8 +227,12 @@ class Reloading:
             await fleet.scale(group, size)
 
     async def _roll(self, group: Group, cause: Cause, indices: Collection[int]) -> None:
-        """Restart these replicas, some at a time; skip finished and stopped ones.
+        """Restart these replicas, a few at a time, and wait until they are ready.
 
+        Skip replicas that have finished or are being stopped. A later reload can cancel
+        this.
+
+        :param cause: the reason of the restart, for its events.
         :raises replicas.errors.WorldError: a replica failed, or a newer reload took
             over.
         """
@@ -221,5 +249,5 @@ class Reloading:
                 del self._rolls[name]
             task.cancel()
         if superseded and task.cancelled():
-            raise errors.WorldError(f"group {name}: a newer reload has replaced this one")
+            raise errors.WorldError(f"the reload ends for group {name}: a newer reload has replaced it")
         task.result()

@@ -58,9 +58,12 @@ class Reporting:
         """Set when each Prometheus has scraped the end, or at :meth:`hurry`."""
 
     def open(self, stack: AsyncExitStack, events: EventLog, run: str) -> EventLog:
-        """Use this event log, which the stack's end closes, and return it.
+        """Use this event log from now on, and return it.
 
         Export syncs as OpenTelemetry spans if the environment names an exporter.
+
+        :param stack: its end closes the event log and the exporter.
+        :param run: the run's name, for the spans.
         """
         self.events = events
         stack.callback(events.close)
@@ -74,10 +77,14 @@ class Reporting:
         try:
             self._report(text)
         except BaseException:  # code of the program that embeds this: the run continues
-            log.exception("report() failed on %s", text)
+            log.exception("continuing after the program's report() failed on %s", text)
 
     def emit(self, event: Event) -> None:
-        """Pass an event to the file, followers, counters and spans; print failures."""
+        """Append an event to the event log, from which followers and counters take it.
+
+        Also add it to the exported spans, and pass a text about a failure to
+        ``report``. Does not wait.
+        """
         record = self.events.emit(event)
         if self._traces is not None:
             self._traces.put(record)
@@ -85,10 +92,12 @@ class Reporting:
             self.say(text)
 
     def tell_of_leases(self, unseen: Collection[Lease]) -> None:
-        """Emit an event if leases of unknown processes keep all replicas waiting.
+        """Emit an event if replicas may still run that this supervisor cannot see.
 
-        :param unseen: leases (how long an agent may run alone) under which they may
-            run.
+        All replicas wait until the leases of those replicas' agents are over.
+
+        :param unseen: those leases, each with the node and how long its agent may run
+            without a supervisor; nothing is emitted if there are none.
         """
         if unseen:
             nodes = tuple(dict.fromkeys(one.node for one in unseen))
@@ -106,17 +115,20 @@ class Reporting:
             self.emit(ConnectionsRefused(reason=reason, count=count))
 
     def conclude(self, ended: RunEnded) -> None:
-        """Write the run's last event, and end the streams of events."""
+        """Emit ``ended`` as the run's last event; followers of the events then end."""
         self.ended = ended
         self.emit(ended)
         self.events.finish()
 
     def hurry(self) -> None:
-        """Let :meth:`last_scrape` return immediately, now or when it is called."""
+        """End the wait in :meth:`last_scrape`, and do not wait in later calls."""
         self._seen_off.set()
 
     async def last_scrape(self) -> None:
-        """Wait up to 10 s until each regular Prometheus has scraped the run's end."""
+        """Wait until each Prometheus that scrapes regularly has scraped the run's end.
+
+        Wait up to 10 s, or until :meth:`hurry`; print a line if the wait is noticeable.
+        """
         if due_s := self._scrapes.due_s(time.monotonic()):
             wait_s = min(due_s, _LAST_SCRAPE_S)
             text = f"waiting for a last scrape by Prometheus, {wait_s:.0f} s at most"
@@ -124,9 +136,12 @@ class Reporting:
                 await self._seen_off.wait()
 
     def scrape(self, accept: str, client: str) -> tuple[bytes, str]:
-        """Note a scrape by ``client``, an address; return the metrics and Content-Type.
+        """Note a scrape, and return the metrics as text and their Content-Type.
 
-        :param accept: the Accept header, which chooses the format.
+        May end the wait of :meth:`last_scrape`.
+
+        :param accept: the Accept header of the request, which chooses the format.
+        :param client: address of the scraper, to tell regular scrapers apart.
         """
         now, over = time.monotonic(), self.ended is not None
         self._scrapes.note_scrape(client, now, over=over)

@@ -23,10 +23,13 @@ class Saving:
         self._helpers: dict[int, ProcessRecord] = {}
 
     def save(self, fleet: Fleet, events: EventLog, draining: str, *, sync: bool) -> bool:
-        """Write the present state to state.json. Return False if writing fails.
+        """Write the present state of the run to state.json. Return False on failure.
 
+        Blocks for the write. The next supervisor reads the file to take the run over.
+
+        :param events: the event log, whose last number and counters are saved.
         :param draining: why the whole run is being drained, or "".
-        :param sync: make it survive a crash of the machine, too.
+        :param sync: also fsync, so that the state survives a crash of the machine.
         """
         state, wall = self._context.state, time.time()
         return state.run_state.save(
@@ -49,7 +52,11 @@ class Saving:
         )
 
     def _helper_records(self) -> tuple[ProcessRecord, ...]:
-        """Return pid and start time of the store and the agent, cached by pid."""
+        """Return pid and start time of the store and of the local agent.
+
+        They identify the processes for the next supervisor. Cached by pid; a process
+        that does not run or cannot be looked up is left out, and the latter is logged.
+        """
         known, self._helpers = self._helpers, {}
         for pid in filter(None, (self._context.coordinator.store_pid, self._nodes.agent_pid)):
             try:

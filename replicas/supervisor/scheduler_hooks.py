@@ -49,5 +49,8 @@ def on_cluster(config: Config, address: str, min_nodes: int) -> Config:
 
 
 def invitation(supervisor: Supervisor) -> str:
-    """Return the secret with which agents join: ``token@host:port``."""
+    """Return the secret with which agents join the run: ``token@host:port``.
+
+    The token is the operator token, which also admits to orders and output.
+    """
     return f"{supervisor.coordinator.tokens.text('operator')}@{supervisor.endpoint}"

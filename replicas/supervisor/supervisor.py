@@ -3,10 +3,9 @@
 One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events,
 the coordinator (store, sessions, control port) and the control socket, and passes the
 groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`. All commands arrive here,
-from an embedding program, the control port, the socket or a signal. Every event goes
-through :meth:`Supervisor.emit`. State that must survive a kill is written before it
-takes effect. At the end the replicas end first, then the events close, then the agents
-end, and the coordinator and its port last. This process never imports torch.
+from an embedding program, the control port, the socket or a signal, and every event
+goes through :meth:`Supervisor.emit`. State that must survive a kill is written before
+it takes effect. The end: replicas, events, agents, then the coordinator and its port.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class Supervisor:
         return self._reporting.metrics
 
     def _make_coordinator(self) -> Coordinator:
-        """Create the coordinator, not started, with routes of agents and orders."""
+        """Create the coordinator, with routes of agents and orders; start nothing."""
         config = self.config
         access = ByToken(lambda: self.coordinator.tokens, self._count_refusal)
         coordinator = Coordinator(
@@ -167,7 +166,11 @@ class Supervisor:
         return coordinator
 
     def _vouch(self, hello: Hello) -> bool:
-        """Return True for members of own replicas; raise Fenced for a false claim."""
+        """Return True if a joining member is of a replica that this run starts.
+
+        :raises replicas.errors.Fenced: it claims to be, without that replica's secret
+            mark.
+        """
         config, saved = self.config.groups.get(hello.group), self.state.saved
         shims: tuple[ShimRecord, ...] | None = saved.shims if saved else ()  # members of a run taken over come first
         if self._fleet is not None:
@@ -193,7 +196,7 @@ class Supervisor:
         inherited.open_streams()
         config = self.config
         self.resources.plan(config, await self.check_plan(config))
-        with say_if_slow(self.say, f"waiting for the lock of the state folder, {self.state.patience_s:g} s at most"):
+        with say_if_slow(self.say, f"waiting up to {self.state.patience_s:g} s for the lock of the state folder"):
             await finish_in_thread(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
         stack = AsyncExitStack()
         try:
@@ -210,7 +213,7 @@ class Supervisor:
         return self
 
     async def _open(self, stack: AsyncExitStack, config: Config) -> None:
-        """Start all parts of the run, and register their ends on the stack."""
+        """Start all parts of the run; the end of ``stack`` ends them in reverse."""
         stack.callback(self._release)
         events = self._reporting.open(stack, self.state.open_events(config.run.events_max_nbytes), config.run.name)
         self._reporting.tell_of_leases(self.state.heritage.unseen)
@@ -252,10 +255,9 @@ class Supervisor:
         self.save()
 
     def _resume(self, saved: Saved) -> None:
-        """Continue an earlier supervisor's drain, or apply a changed config, in a task.
+        """Continue the ``saved`` state's drain, or apply a changed config, in a task.
 
-        A preemption concerns one machine: it is continued if this machine's agent is
-        still the same, and not in a job that runs again.
+        A preemption concerns one machine: it continues only with the same agent here.
         """
         preempted = saved.draining == "preempted"
         if saved.draining and self.config.run.adopt_s and (self.state.heritage.known is not None or not preempted):
@@ -266,6 +268,7 @@ class Supervisor:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Drain what still runs, unless a next supervisor takes it; end the rest."""
         try:
             self._crashed = self._tasks is not None and self._tasks.cancel_scope.cancel_called
             if self._crashed and self.config.run.adopt_s:
@@ -281,8 +284,7 @@ class Supervisor:
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
             self.coordinator.keep_decisions = self._goes_on
-            # without the block's error, which a task group would wrap
-            await self._stack.__aexit__(None, None, None)
+            await self._stack.__aexit__(None, None, None)  # without the block's error, which a task group would wrap
 
     def _conclude(self) -> None:
         """Write the run's last event, once, and end the streams of events."""
@@ -293,11 +295,11 @@ class Supervisor:
         self._reporting.conclude(RunEnded(exit_code=code, reason=reason or self.fleet.words_of_end))
 
     def _count_refusal(self, reason: str) -> None:
-        """Count a connection that was refused for this reason."""
+        """Count a connection that was refused, by its reason."""
         self.coordinator.engine.refused(reason)
 
     def _release(self) -> None:
-        """Release the state folder; keep the run's state if the run goes on."""
+        """Unlock the state folder; save the state if a next supervisor needs it."""
         ended = self._fleet is not None and self._fleet.over.is_set() and not (self.detached or self._crashed)
         if self._goes_on:
             self.save()
@@ -310,9 +312,9 @@ class Supervisor:
 
     @staticmethod
     async def check_plan(config: Config) -> Machine:
-        """Return this machine's resources, after a check that the plan fits them.
+        """Check that the groups of ``config`` fit this machine; return its resources.
 
-        :raises replicas.errors.BadConfig: it does not fit.
+        :raises replicas.errors.BadConfig: they do not fit.
         """
         found = await anyio.to_thread.run_sync(machine_for, config)
         refuse_unfit(config, found)
@@ -360,8 +362,7 @@ class Supervisor:
 
         Waits for the end of drained replicas, not for new ones.
 
-        :raises replicas.errors.UsageError: no such group, a negative number, or the run
-            is being drained.
+        :raises replicas.errors.UsageError: no such group, a bad number, or in a drain.
         :raises replicas.errors.BadConfig: the replicas do not fit this machine.
         :raises replicas.errors.WorldError: writing the new size failed.
         """
@@ -375,7 +376,7 @@ class Supervisor:
         await fleet.scale(scaled, replicas)
 
     async def steer(self, order: VersionOrder) -> Steered:
-        """Carry out an order about versions: :func:`replicas.coordinator.orders`."""
+        """Carry out an order about versions, such as a promotion; return its result."""
         return await carry_out(self.coordinator.engine, order)
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
@@ -385,8 +386,7 @@ class Supervisor:
 
         :param rolling: ``max_unavailable`` replicas at a time; wait until all are
             ready.
-        :raises replicas.errors.UsageError: no such group or replica, or it is being
-            stopped.
+        :raises replicas.errors.UsageError: no such target, or it is being stopped.
         :raises replicas.errors.WorldError: a replica failed in a rolling restart, which
             stops there; or writing the state failed, and no replicas are restarted.
         """
@@ -405,7 +405,7 @@ class Supervisor:
             not drained. A drain of the whole run does not depend on that.
         """
         if self.detached:
-            raise errors.UsageError("this supervisor has left the run", hint="use the next supervisor to drain it")
+            raise errors.UsageError("this supervisor has left the run", hint="drain it by the next supervisor")
         if arguments.flag("drain: hurry", hurry):
             self._reporting.hurry()
         await self.fleet.drain(target, hurry=hurry)
@@ -426,14 +426,13 @@ class Supervisor:
         Agents and replicas continue, and end if no supervisor comes within
         ``run.adopt``. Leave the block then: :meth:`run_until_done` returns 0.
 
-        :raises replicas.errors.UsageError: ``run.adopt`` is not set, or the run is
-            being drained or is over.
+        :raises replicas.errors.UsageError: no ``run.adopt``, or the run is at its end.
         :raises replicas.errors.WorldError: writing the state failed; the supervisor
             keeps the run.
         """
         fleet = self.fleet
         if not self.config.run.adopt_s:
-            text = "without run.adopt a run ends with its supervisor"
+            text = "detach: without run.adopt in its config the run ends with its supervisor"
             raise errors.UsageError(text, hint='drain the run, and start it again with run.adopt = "2m" in its config')
         fleet.refuse_while_draining()
         if fleet.over.is_set():
@@ -443,10 +442,10 @@ class Supervisor:
         fleet.over.set()
 
     def _leave(self, why: str) -> None:
-        """Let agents and replicas continue for the next supervisor; print ``why``."""
+        """Let agents and replicas run on for the next supervisor; print ``why``."""
         self.detached = True
         self._nodes.leave()
-        self.say(f"{why}: leaving the run to the next supervisor, which has {self.config.run.adopt_s:g} s to come")
+        self.say(f"{why}: leaving the run to the next supervisor, to start within {self.config.run.adopt_s:g} s")
 
     async def drain_node(self, node: str, *, undo: bool = False) -> None:
         """Move a node's replicas elsewhere after their sync; start none there.
@@ -475,8 +474,7 @@ class Supervisor:
         started differently restart, rolling; all others continue.
 
         :param config: default: read the file of the present one again.
-        :raises replicas.errors.BadConfig: it is invalid, or changes a setting that is
-            fixed for the run.
+        :raises replicas.errors.BadConfig: it is invalid, or changes a fixed setting.
         """
         return await self.reloading.reload(config)
 
@@ -514,9 +512,8 @@ class Supervisor:
         :param force: also while nodes are away, which then cannot come back: their
             replicas end with their lease.
         :return: ``{"member": {"token": "...", "old_is_valid": False}, ...}``.
-        :raises replicas.errors.UsageError: no such role; or the config names a file for
-            it, which has no new token; or a node that is away may have only the token
-            that would be revoked.
+        :raises replicas.errors.UsageError: no such role; no new token in the config's
+            file; or a node that is away may have only the token to be revoked.
         :raises replicas.errors.WorldError: writing the state folder failed; the tokens
             of that role are unchanged.
         """
@@ -584,7 +581,7 @@ class Supervisor:
     def fleet(self) -> Fleet:
         """The groups of the run; UsageError until their start."""
         if self._fleet is None:  # before it is entered, self.endpoint raises its own error
-            raise errors.UsageError(f"the run starts at {self.endpoint}", hint="its log says what its start waits for")
+            raise errors.UsageError(f"the run still starts at {self.endpoint}", hint="its log says what it waits for")
         return self._fleet
 
     def status(self) -> RunStatus:
@@ -626,8 +623,8 @@ class Supervisor:
     def scrape(self, accept: str, client: str = "") -> tuple[bytes, str]:
         """Return the metrics in the format for ``accept``, and its Content-Type.
 
-        :param client: address of the scraper: the end of the run waits up to 10 s for a
-            last scrape by each regular one.
+        :param client: address of the scraper; the end waits for regular ones, up to 10
+            s.
         """
         return self._reporting.scrape(accept, client)
 
@@ -638,11 +635,12 @@ class Supervisor:
     # ------------------------------------------------------------ called by its parts
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Run ``work`` in a task until the supervisor ends; its error ends all."""
-        assert self._tasks is not None, "the supervisor has not been entered"
+        """Run ``work`` in a task until the end; an error in it ends the supervisor."""
+        assert self._tasks is not None, "this supervisor has not been started"
         self._tasks.start_soon(work)
 
     def say(self, text: str) -> None:
+        """Pass a line for people to ``report``; log an exception that it raises."""
         self._reporting.say(text)
 
     def emit(self, event: Event) -> None:
@@ -665,7 +663,7 @@ class Supervisor:
         draining = "" if fleet.over.is_set() else ends
         saved = self._saving.save(fleet, self._reporting.events, draining, sync=order)
         if order and not saved:
-            text = f"the order is refused, because the state cannot be written: {self.state.run_state.problem}"
+            text = f"the order is refused, because the run's state cannot be written ({self.state.run_state.problem})"
             raise errors.WorldError(text, hint="make room on its disk; the run continues")
         return saved
 

@@ -66,7 +66,14 @@ class EventLog:
         seq: int | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """Open or create the file, and count its records above ``seq``."""
+        """Open or create the file, and count its records above ``seq``.
+
+        :param path: the file; None keeps nothing on disk.
+        :param max_nbytes: size at which the file is rotated.
+        :param tally: counters up to the record ``seq``; they are changed from now on.
+        :param seq: number of that record; None: count none of the file's records.
+        :param now: returns the time of day, in seconds since 1970.
+        """
         self.path = path
         self.tally = Tally() if tally is None else tally
         self.seq = seq or 0
@@ -98,7 +105,7 @@ class EventLog:
             lost = EventsLost(count=self.tally.events_untold, reason=self._problem)
             record, line = self._next(lost)
             if self._write(line):
-                log.warning("events are written to %s again; %d are missing", self.path, lost.count)
+                log.warning("writing events to %s again; %d are missing there", self.path, lost.count)
                 self._pass_on(record)
                 self._problem = ""
         record, line = self._next(event)
@@ -116,7 +123,8 @@ class EventLog:
         return record, line
 
     def _pass_on(self, record: Record) -> None:
-        """Count a record, and give it to the followers."""
+        """Count a record in the tally, give it its place in memory, and wake the
+        followers."""
         self.tally.count(record.event, record.at)
         self.seq = record.seq
         self._ring.append(record)
@@ -256,7 +264,8 @@ def read(path: Path, after: int = 0) -> Iterator[Record]:
 
 
 def tail(path: Path, count: int = 200) -> Iterator[Record]:
-    """Yield about the last ``count`` records, oldest first, as :func:`read`."""
+    """Read and yield about the last ``count`` records of the file and the rotated one,
+    oldest first. Blocks."""
     return read(path, max(0, _last_seq(path) - count))
 
 
@@ -271,7 +280,7 @@ def _opened(path: Path, stack: ExitStack) -> list[BinaryIO]:
 
 
 def _older(path: Path) -> Path:
-    """Return the path to which the file is rotated."""
+    """Return the path to which a full file is renamed: ``NAME.1``."""
     return path.with_name(f"{path.name}.1")
 
 
@@ -292,7 +301,8 @@ def _chunk(path: Path, after: int) -> list[Record]:
 
 
 def _whole_lines(file: BinaryIO) -> bytes:
-    """Return about a chunk of whole lines; empty at the end of the finished lines."""
+    """Read about 256 KiB of whole lines from the file's position, and return them;
+    empty if there is no whole line left."""
     data = file.read(_CHUNK_NBYTES)
     if data and not data.endswith(b"\n"):
         data += file.readline()
@@ -300,8 +310,8 @@ def _whole_lines(file: BinaryIO) -> bytes:
 
 
 def _offset(file: BinaryIO, after: int) -> int:
-    """Return an offset of a line in the file, 32 KiB at most before the first record
-    above ``after``."""
+    """Return an offset of a line in the file, found by bisection, 32 KiB at most before
+    the first record above number ``after``."""
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > _WINDOW_NBYTES:
         middle = (low + high) // 2
@@ -314,7 +324,8 @@ def _offset(file: BinaryIO, after: int) -> int:
 
 
 def _line_from(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]:
-    """Return (start, number) of the first line in ``(offset, end)``, or (end, None)."""
+    """Return (start, record's number) of the first whole line after ``offset`` and
+    before ``end``, or (end, None) if there is none."""
     file.seek(offset)
     file.readline()
     while (start := file.tell()) < end:

@@ -216,6 +216,8 @@ class Metrics(Collector):
     """The metrics of one run, from its status and counters at each scrape."""
 
     def __init__(self, status: Callable[[], RunStatus], tally: Callable[[], Tally] = Tally) -> None:
+        """Make a private registry. ``status`` returns the run's status and ``tally``
+        the counters of its events; both are called at each scrape."""
         self._status = status
         self._tally = tally
         self._run = ""
@@ -380,6 +382,7 @@ class Metrics(Collector):
     def _rows(self, rows: Sequence[_Row], labels: Key, things: Sequence[tuple[Key, object]]) -> Iterator[Metric]:
         """Yield the metric of each row of a table.
 
+        :param labels: names of the labels, beside ``run``.
         :param things: (label values, thing): the row's ``value`` is called on each
             thing.
         """
@@ -388,9 +391,11 @@ class Metrics(Collector):
             yield self._metric(row.name, row.text, labels, found)
 
     def _metric(self, name: str, text: str, labels: Key, series: Series) -> Metric:
-        """Return the metric ``replicas_NAME`` with its (label values, number) pairs.
+        """Return the metric ``replicas_NAME`` with help ``text``: a counter if its name
+        ends in ``_total``, else a gauge.
 
-        It is a counter if its name ends in ``_total``, and only then, else a gauge.
+        :param labels: their names, without ``run``. :param series: label values,
+            number.
         """
         kind: type[CounterMetricFamily | GaugeMetricFamily]
         kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
@@ -402,8 +407,11 @@ class Metrics(Collector):
     def _histogram(
         self, name: str, text: str, labels: Key, bounds: tuple[float, ...], series: Iterable[tuple[Key, Histogram]]
     ) -> Metric:
-        """Return the histogram ``replicas_NAME`` of these label values and
-        observations."""
+        """Return the histogram ``replicas_NAME``; ``bounds``: upper limits of its
+        buckets.
+
+        :param series: (label values, observations) of each series.
+        """
         family = HistogramMetricFamily(f"replicas_{name}", text, labels=("run", *labels))
         names = [*map(floatToGoString, bounds), "+Inf"]
         for values, spread in series:
@@ -418,14 +426,20 @@ def _named(things: Iterable[NodeStatus | GroupStatus | ChannelStatus]) -> list[t
 
 
 def _by_state(key: Key, things: Iterable[Any], states: Iterable[str]) -> list[tuple[Key, float]]:
-    """Count things by their state; return (``key`` and the state, count) for each
-    state."""
+    """Count things by their state; return (label values, count) for each of ``states``.
+
+    :param key: label values before that of the state.
+    """
     found = Counter[str](one.state for one in things)
     return [((*key, state), found[state]) for state in states]
 
 
 def _by_key(key: Key, counts: Mapping[str, int], known: Iterable[str] = ()) -> list[tuple[Key, float]]:
-    """Return (``key`` and a name, count) for each name; ``known`` names begin at 0."""
+    """Return (label values, count) for each name in ``counts``.
+
+    :param key: label values before the name.
+    :param known: names that have a count of 0 if ``counts`` lacks them.
+    """
     counts = {**dict.fromkeys(known, 0), **counts}
     return [((*key, name), number) for name, number in sorted(counts.items())]
 

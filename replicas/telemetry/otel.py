@@ -39,8 +39,8 @@ _TOLD = ("channel", "version", "outcome", "publisher", "nbytes", "moved_nbytes",
 
 
 def exporters(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the exporters to use, by the ``OTEL_*`` variables; empty:
-    none."""
+    """Return the names of the exporters that the ``OTEL_*`` variables ask for; an empty
+    list if spans are not to be exported."""
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
     named = environ.get(_EXPORTER, "").strip() or ("otlp" if any(environ.get(one) for one in _ENDPOINTS) else "none")
@@ -57,7 +57,11 @@ class Traces:
     """
 
     def __init__(self, run: str, environ: Mapping[str, str]) -> None:
-        """Prepare only: the first event starts the thread, which imports the SDK."""
+        """Prepare only: the first event starts the thread, which imports the SDK.
+
+        :param run: name of the run.
+        :param environ: the environment, with OpenTelemetry's variables.
+        """
         self._run, self._environ = run, environ
         self._spans = Spans(most=_SYNCS)
         self._writer: _Writer | None = None
@@ -76,15 +80,16 @@ class Traces:
         Blocks."""
         self._queue.put(None)
         if not self._queue.flush(timeout_s):
-            log.warning("the last spans were not exported within %g s", timeout_s)
+            log.warning("ending without exporting the last spans, which took more than %g s", timeout_s)
 
     def _missed(self, count: int) -> None:
-        """Log that the full queue has dropped events."""
-        log.warning("%d events were not exported as spans: the collector does not keep up", count)
+        """Log that the full queue has dropped this number of events; called by the
+        queue."""
+        log.warning("skipping %d events in the exported spans: the collector does not keep up", count)
 
     def _export_record(self, record: Record | None) -> None:
-        """Export the spans that an event has ended, or for None all that are left. An
-        error is logged, and ends all export."""
+        """On the exporting thread: export the spans that an event has ended, or for
+        None all that are left. An error is logged, and ends all export."""
         if self._useless:
             return
         try:
@@ -99,20 +104,22 @@ class Traces:
         except ImportError as error:
             self._useless = True
             names = "OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_TRACES_EXPORTER"
-            log.warning(
-                "%s is set, but no spans are exported: %s (pip install torch-replicas[otel], or unset it)", names, error
-            )
+            log.warning("exporting no spans, though %s is set: %s (pip install torch-replicas[otel])", names, error)
         except Exception:  # the SDK or an exporter may raise anything: the run continues without spans
             self._useless = True
-            log.exception("exporting no more spans")
+            log.exception("exporting no more spans, after a bug; please report this")
 
 
 class _Writer:
     """Writes spans with the SDK, which it imports."""
 
     def __init__(self, run: str, environ: Mapping[str, str]) -> None:
-        """Import the SDK and load the exporters. Raises ImportError if one is
-        missing."""
+        """Import the SDK and load the exporters, on the exporting thread. Raise
+        ImportError if one is missing.
+
+        :param run: name of the run, an attribute of all spans.
+        :param environ: the environment, with OpenTelemetry's variables.
+        """
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -146,7 +153,7 @@ class _Writer:
 
     def _sync(self, span: Span, channel: str) -> None:
         """Export a sync and its parts, as children of the span in which its trainer
-        published."""
+        published; keep its context for the loads to come."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         facts = span.attributes | {"channel": channel}
@@ -162,16 +169,22 @@ class _Writer:
             self._child(part, "pull" if moved else part.name, part.attributes)
 
     def _child(self, span: Span, name: str, about: Mapping[str, Any]) -> None:
-        """Export a span as a child of its sync's span; do nothing if the sync is not
-        known."""
+        """Export a span under this name as a child of its sync's span; do nothing if
+        that is not known.
+
+        :param about: attributes of the exported span.
+        """
         from opentelemetry.trace import NonRecordingSpan, set_span_in_context
 
         if (parent := self._known.get(span.parent or 0)) is not None:  # else the parent is of an earlier supervisor
             self._export_span(span, name, about, set_span_in_context(NonRecordingSpan(parent)))
 
     def _export_span(self, span: Span, name: str, about: Mapping[str, Any], context: Any) -> SpanContext:
-        """Export a span that has ended, as a child of ``context``; return its own
-        context."""
+        """Export a span that has ended, under this name; return its own context.
+
+        :param about: attributes of the exported span.
+        :param context: OpenTelemetry's context of the parent; None: no parent.
+        """
         from opentelemetry.trace import StatusCode
 
         outcome = span.attributes.get("outcome", "committed")

@@ -16,14 +16,16 @@ class Scrapes:
     """The last two scrapes of each of the newest clients; a pair of servers are two."""
 
     def __init__(self) -> None:
+        """Begin without clients."""
         self._times: dict[str, tuple[float, float]] = {}
         self._told: set[str] = set()
 
     def note_scrape(self, client: str, now: float, *, over: bool = False) -> None:
-        """Record that a client has scraped the metrics now.
+        """Record that a client has scraped the metrics at the time ``now``; forget the
+        oldest of more than eight clients.
 
-        :param client: its address. :param over: whether that scrape showed how the run
-            ended.
+        :param client: its address. :param now: in seconds of a monotonic clock.
+        :param over: whether that scrape showed how the run ended.
         """
         _, last = self._times.pop(client, (now, now))
         self._times[client] = last, now
@@ -35,8 +37,8 @@ class Scrapes:
             self._told.discard(first)
 
     def due_s(self, now: float) -> float:
-        """Return how many seconds to wait until regular clients have seen the run's
-        end; 0: none is missing, or it is overdue."""
+        """Return how many seconds the run's end should be delayed so that regular
+        clients see it in a scrape; 0 if none is missing, or it is overdue."""
         waits_s = 0.0
         for client, (before, last) in self._times.items():
             interval_s = last - before

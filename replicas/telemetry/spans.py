@@ -76,6 +76,7 @@ class Spans:
     """
 
     def __init__(self, most: int = MOST) -> None:
+        """Begin without events; a track keeps ``most`` ended spans of each kind."""
         self._most = most
         self.seq, self.at = 0, 0.0
         self._reset()
@@ -109,7 +110,8 @@ class Spans:
         return len({track for track, _ in self._kept})
 
     def totals(self) -> dict[str, dict[str, int]]:
-        """Return how many spans of each kind, and marks, each track has had."""
+        """Return how many spans of each kind, and marks, each track has had: {track:
+        {kind: count}}; those that are no longer kept count, too."""
         found: dict[str, dict[str, int]] = {}
         counts = {key: len(kept) for key, kept in self._kept.items()}
         counts |= {(track, "mark"): len(kept) for track, kept in self._marks.items()}
@@ -134,7 +136,8 @@ class Spans:
     # ------------------------------------------------------------ the fold
 
     def feed(self, record: events.Record) -> None:
-        """Take the next event; ignore an event that is not newer than the last."""
+        """Apply the next event to the spans and marks; ignore an event that is not
+        newer than the last."""
         if record.seq <= self.seq:
             return
         event, at = record.event, record.at
@@ -173,7 +176,8 @@ class Spans:
             self._mark(track_of(event), kind, event)
 
     def _run_started(self, record: events.Record, event: events.RunStarted) -> None:
-        """Begin the span of a supervisor; forget the last run unless resumed."""
+        """End the span of a supervisor that died, and begin that of the one that has
+        started; if the event does not continue the run, forget all spans first."""
         before, self.seq = self._open.get(("run", "supervisor", "")), record.seq
         if not event.resumed:
             self._reset()
@@ -187,7 +191,8 @@ class Spans:
         self._open_span("run", "supervisor", f"process {event.pid}", version=event.version, resumed=event.resumed)
 
     def _check_order(self, record: events.Record) -> None:
-        """Mark a gap in the numbers, and a clock that was set back."""
+        """Add a mark if numbers of events are missing before this one, or the clock was
+        set back; note the time without events."""
         missing, before = record.seq - self.seq - 1, self.at
         if missing:
             text = f"{missing} events before this one are not in the log, or of another release"
@@ -199,11 +204,13 @@ class Spans:
             self._note(record, "clock", text, "warning")
 
     def _note(self, record: events.Record, kind: str, text: str, tone: str) -> None:
-        """Add a mark to the track of the run."""
+        """Add a mark to the track of the run; ``tone``: its colour, as :mod:`.words`
+        has them."""
         self._add(Mark(seq=record.seq, track="run", kind=kind, name=kind, at=record.at, text=text, tone=tone))
 
     def _apply_transition(self, event: Transition) -> None:
-        """Apply a change of a replica's state to the spans of the replica."""
+        """Begin, change or end the spans of a replica's state and generation by a
+        change of its state."""
         track = track_of(event)
         state, life = self._open.get((track, "state", "")), self._open.get((track, "generation", ""))
         adopted = event.event == "adopt"
@@ -230,8 +237,12 @@ class Spans:
             self._end_versions(track)
 
     def _generation(self, track: str, event: Transition, before: Span | None, *, adopted: bool) -> Span:
-        """Return the span of a generation: a new one, or ``before`` if a new supervisor
-        has adopted the same generation."""
+        """Return the open span of a generation: a new one, or ``before`` if a new
+        supervisor has taken over the same generation.
+
+        :param before: the open span of the replica's last known generation, or None.
+        :param adopted: whether the event tells of a takeover.
+        """
         name = f"generation {event.generation}"
         if before is not None and before.name == name and adopted:
             before.attributes["adopted"] = before.attributes.get("adopted", 0) + 1
@@ -243,7 +254,8 @@ class Spans:
         return self._open_span(track, "generation", name, number=event.generation, nodes=event.nodes, **more)
 
     def _exited(self, event: events.ReplicaExited) -> None:
-        """End the spans of a generation, and note how the ranks ended."""
+        """End the spans of a generation and its versions, and note how the ranks
+        ended."""
         track = track_of(event)
         life = self._open.get((track, "generation", ""))
         if life is not None and life.attributes["number"] == event.generation:
@@ -273,7 +285,8 @@ class Spans:
             self._touch(sync)
 
     def _synced(self, channel: str, sync: SyncRecord) -> None:
-        """Add the span of a sync, which has just ended."""
+        """Add the span of a sync (a publish and its transfers), which has just
+        ended."""
         facts = {name: value for name, value in msgspec.structs.asdict(sync).items() if value or name == "version"}
         facts["between"] = self._between(sync.pulled, sync.moved_to, sync.publisher)
         span = self._add_ended_span(f"sync {sync.version}", "sync", channel, sync.seconds, facts)
@@ -281,18 +294,19 @@ class Spans:
             self._syncs[channel, sync.version] = span
 
     def _decided(self, track: str, version: int, what: effects.What) -> None:
-        """Begin the span of a version that is served from now on. Without promotions
-        each commit is, which is not drawn."""
+        """Begin the span of a version that is served by this decision (``what``).
+        Channels that serve each commit have no such spans."""
         if what == "promoted" or (what == "rolled_back" and (track, "served", "") in self._open):
             self._open_span(track, "served", f"version {version}", version=version)
 
     def _between(
         self, pulled: Mapping[str, Mapping[str, int]], moved_to: Mapping[str, int], publisher: str
     ) -> dict[str, dict[str, int]]:
-        """Return bytes by the node that they came from, and by the node they went to.
+        """Return the bytes of a sync by the node that they came from, and by the node
+        they went to. An unknown node is named by its replica.
 
-        An unknown node is named by its replica. ``pulled``: bytes by taker and giver;
-        ``moved_to``: bytes by replica.
+        :param pulled: bytes by taking member and giving member.
+        :param moved_to: bytes by replica; used if ``pulled`` is empty.
         """
         found: dict[str, dict[str, int]] = {}
         ways = [(holder, member, nbytes) for member, givers in pulled.items() for holder, nbytes in givers.items()]
@@ -329,8 +343,12 @@ class Spans:
     def _open_span(
         self, track: str, kind: str, name: str, *, key: str = "", parent: int | None = None, ago: float = 0, **more: Any
     ) -> Span:
-        """Begin a span ``ago`` seconds before now; end the open one of its kind and
-        ``key``."""
+        """Begin a span and return it; end the open one of its track, kind and ``key``.
+
+        :param key: tells open spans of one kind apart: the channel of a version.
+        :param parent: event number of the span that it belongs to.
+        :param ago: how many seconds ago it began. :param more: its attributes.
+        """
         start, before = self.at - ago, self._finish(track, kind, key, at=self.at - ago)
         start = max(start, before.start) if before is not None and ago else start
         span = Span(id=self.seq, track=track, kind=kind, name=name, start=start, parent=parent, attributes=more)
@@ -338,14 +356,15 @@ class Spans:
         return self._keep(span)
 
     def _add_ended_span(self, name: str, kind: str, channel: str, seconds: float, about: dict[str, Any]) -> Span:
-        """Add and return the span of a channel that ends now."""
+        """Add and return a span of a channel that lasted ``seconds`` and ends now;
+        ``about``: its attributes."""
         track, start = f"channel {channel}", self.at - seconds
         span = Span(id=self.seq, track=track, kind=kind, name=name, start=start, end=self.at, attributes=about)
         return self._keep(span)
 
     def _finish(self, track: str, kind: str, key: str = "", *, at: float | None = None) -> Span | None:
-        """End an open span at time ``at`` or now; return the span, or None without
-        one."""
+        """End the open span of this track, kind and ``key`` (as in :meth:`_open_span`)
+        at the time ``at`` or now; return the span, or None if there is none."""
         if (span := self._open.pop((track, kind, key), None)) is not None:
             span.end = max(span.start, self.at if at is None else at)
             self._touch(span)
@@ -363,7 +382,8 @@ class Spans:
             (self._close_without_end if lost else self._finish)(one, kind, channel)
 
     def _keep(self, span: Span) -> Span:
-        """Add and return a span; above the limit drop the oldest that has ended."""
+        """Add and return a span; above the limit of its track and kind, drop the oldest
+        that has ended."""
         kept = self._kept.setdefault((span.track, span.kind), deque())
         kept.append(span)
         self._touch(span)
@@ -374,7 +394,8 @@ class Spans:
         return span
 
     def _fold(self, kept: deque[Span], span: Span) -> None:
-        """Drop a span; add its number and seconds to :attr:`folded`."""
+        """Drop a span from the spans of its kind, ``kept``, and add its duration to
+        :attr:`folded`."""
         kept.remove(span)
         self._changes.pop(_key(span), None)
         self._syncs.pop((span.track.removeprefix("channel "), span.attributes.get("version", 0)), None)
@@ -385,7 +406,7 @@ class Spans:
         folded.until = max(folded.until, end)
 
     def _touch(self, span: Span) -> None:
-        """Note that the newest event has changed the span."""
+        """Note that the newest event changed the span, for :meth:`changed`."""
         span.changed = self.seq
         self._changes[_key(span)] = span
         self._changes.move_to_end(_key(span))
@@ -407,7 +428,8 @@ class Spans:
 
 
 def read(records: Iterable[events.Record], most: int = MOST) -> Spans:
-    """Return the spans of the last run of these records."""
+    """Return the spans of the last run of these records; a track keeps ``most`` of a
+    kind."""
     found = Spans(most)
     for record in records:
         found.feed(record)

@@ -61,8 +61,10 @@ class Histogram(msgspec.Struct):
     total_s: float = 0.0
 
     def observe(self, seconds: float, bounds: tuple[float, ...]) -> None:
-        """Count one duration. ``bounds``: upper bounds of the buckets, the same in each
-        call."""
+        """Count one duration.
+
+        :param bounds: upper bounds of the buckets in seconds, the same in each call.
+        """
         if not self.counts:
             self.counts = [0] * (len(bounds) + 1)
         self.counts[bisect_left(bounds, seconds)] += 1
@@ -181,7 +183,8 @@ class Tally(msgspec.Struct):
         self.events_untold += 1
 
     def _moved(self, step: Transition, at: float) -> None:
-        """Count a change of a replica's state."""
+        """Count a change of a replica's state: readiness, restarts, and times of starts
+        and recoveries."""
         (self.ready.add if step.after == "ready" else self.ready.discard)(f"{step.group}/{step.replica}")
         for channel in self.serving:
             self._mix(channel, at)
@@ -206,7 +209,8 @@ class Tally(msgspec.Struct):
         return dict(Counter(version for name, version in serving if version and name in self.ready))
 
     def _received(self, channel: str, moved_to: Counts) -> None:
-        """Add the bytes that each replica has received."""
+        """Add the bytes of a channel's sync, by replica, to the totals that replicas
+        have received."""
         counts = self.received.setdefault(channel, {})
         for replica, nbytes in moved_to.items():
             _add(counts, replica, nbytes)
@@ -228,7 +232,8 @@ class Tally(msgspec.Struct):
             phases.setdefault(phase, Histogram()).observe(seconds, SYNC_BUCKETS)
 
     def _decided(self, event: VersionDecided, at: float) -> None:
-        """Count a decision about a version; note when targets were to load it."""
+        """Count a decision about a version; if targets load a version by it, note
+        when."""
         _add(self.decided.setdefault(event.channel, {}), event.what)
         lists = {"promoted": (self.promotions,), "rolled_back": (self.promotions, self.commits)}
         for versions in lists.get(event.what, ()):
@@ -237,8 +242,8 @@ class Tally(msgspec.Struct):
             del known[:-_COMMITS]
 
     def shown_in(self, status: RunStatus, now: float = 0.0) -> RunStatus:
-        """Return a copy of the status with these counters. ``now``: in seconds since
-        1970."""
+        """Return a copy of the status in which the counters of replicas, groups and
+        channels have the values of this tally. ``now``: in seconds since 1970."""
         promoted = {channel.name for channel in status.channels if channel.follow == "promoted"}
         due = self.commits | {name: self.promotions.get(name, []) for name in promoted}
         groups = (
@@ -258,7 +263,7 @@ class Tally(msgspec.Struct):
         )
 
     def channel(self, status: ChannelStatus) -> ChannelStatus:
-        """Return a copy of a channel's status with these counters."""
+        """Return a copy of a channel's status with the counters of this tally."""
         name, operations = status.name, Counter[str]()
         for counts in self.operations.get(name, {}).values():
             operations.update(counts)
@@ -279,7 +284,9 @@ class Tally(msgspec.Struct):
     def _replica(self, status: ReplicaStatus, due: Times, now: float) -> ReplicaStatus:
         """Return a copy of a replica's status with received bytes and lags.
 
-        :param due: by channel, since when targets have been to load each version.
+        :param due: by channel: each version, and since when targets have been to load
+            it.
+        :param now: in seconds since 1970.
         """
         received = {name: counts[status.name] for name, counts in self.received.items() if status.name in counts}
         lag_s = {name: _lag_s(due.get(name, ()), version, now) for name, version in status.versions.items()}
@@ -288,8 +295,11 @@ class Tally(msgspec.Struct):
 
 
 def _lag_s(due: Sequence[tuple[int, float]], version: int, now: float) -> float:
-    """Return for how many seconds a version newer than this one has been due; 0: none
-    is."""
+    """Return for how many seconds a version newer than ``version`` has been due, or 0
+    if none is.
+
+    :param due: versions and when each was due, in seconds since 1970, oldest first.
+    """
     return max(0.0, now - next((at for number, at in due if number > version), now))
 
 
@@ -297,15 +307,17 @@ class CounterDeltas:
     """Turns counters into growth, reported at most every ``interval_s``."""
 
     def __init__(self, interval_s: float = 0.0) -> None:
+        """Begin with all counters at 0; report at most every ``interval_s``."""
         self._known: Counts = {}
         self._interval_s = interval_s
         self._due = 0.0
 
     def since(self, counts: Mapping[str, int], now: float | None = None) -> list[tuple[str, int]]:
-        """Return (name, growth since the last report) of each counter that has grown.
+        """Return (name, growth since the last report) of each counter that has grown;
+        this is the next report.
 
-        :param now: seconds of any one clock; empty if the interval is not over. None:
-            report immediately.
+        :param now: seconds of any one clock; the result is empty if the interval is not
+            over. None: report immediately.
         """
         if now is not None and now < self._due:
             return []

@@ -43,7 +43,8 @@ _LANES = 100
 
 
 def trace_json(found: Spans) -> Iterator[bytes]:
-    """Yield the JSON of the trace file in pieces, with one event on each line."""
+    """Yield the JSON of the trace file of these spans and marks in pieces, with one
+    event on each line; write nothing."""
     encode = msgspec.json.Encoder(enc_hook=str).encode
     yield b'{"displayTimeUnit":"ms","otherData":' + encode({"run": found.run}) + b',"traceEvents":[\n'
     before = b""
@@ -54,7 +55,8 @@ def trace_json(found: Spans) -> Iterator[bytes]:
 
 
 def trace_events(found: Spans) -> Iterator[Event]:
-    """Yield the trace events: names of tracks, slices, arrows, and marks."""
+    """Yield the trace events of these spans and marks: names of tracks, slices, arrows,
+    and marks."""
     spans = [one for span in found.spans() for one in (span, *parts(span))]
     spans += [shown for span in spans if span.kind == "generation" for shown in _on_nodes(span)]
     marks = found.marks()
@@ -80,14 +82,16 @@ def trace_events(found: Spans) -> Iterator[Event]:
 
 
 def _on_nodes(life: Span) -> Iterator[Span]:
-    """Yield a generation of a replica once more, on each node that it ran on."""
+    """Yield the span ``life``, a generation of a replica, once more for each node that
+    it ran on, as a span on the node's track."""
     name = f"{life.track.removeprefix('replica ')} {life.name}"
     for node in dict.fromkeys(life.attributes["nodes"]):
         yield msgspec.structs.replace(life, track=f"node {node}", name=name)
 
 
 def _slices(spans: Iterable[Span], numbers: dict[str, int], now: float) -> Iterator[tuple[Span, Event]]:
-    """Yield each span with its slice, on the first thread of its kind that is free.
+    """Yield each span with its trace event (a slice), on the first thread of its kind
+    that is free.
 
     :param numbers: ``pid`` of each track. :param now: end of spans that are open, in
         seconds since 1970.
@@ -122,7 +126,11 @@ def _arrows(slices: Iterable[tuple[Span, Event]]) -> Iterator[Event]:
 
 
 def _meta(what: str, pid: int, tid: int, **about: object) -> Event:
-    """Return the event that names or sorts a process or thread."""
+    """Return the trace event that names or sorts a process or thread of the trace.
+
+    :param what: the event's name. :param pid: number of the track.
+    :param tid: number of the kind of spans. :param about: the event's arguments.
+    """
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": about}
 
 

@@ -129,14 +129,16 @@ def _phases(sync: Span) -> Iterator[tuple[str, tuple[float, float]]]:
 
 
 def _part(span: Span, kind: str, name: str, start: float, end: float, **about: Any) -> Span:
-    """Return a new span that belongs to ``span``, on the same track; ``about``:
-    attributes."""
+    """Return a new span that belongs to ``span``, on the same track.
+
+    :param about: its attributes.
+    """
     return msgspec.structs.replace(span, kind=kind, name=name, start=start, end=end, parent=span.id, attributes=about)
 
 
 def track_of(event: events.Event) -> str:
-    """Return the track that an event belongs to, such as ``replica rollout/1`` or
-    ``run``."""
+    """Return the track (line of the timeline) that an event belongs to, such as
+    ``replica rollout/1`` or ``run``."""
     if isinstance(event, events.NodeChanged):
         return f"node {event.node}"
     who = "" if isinstance(event, effects.MemberLost) and event.observes else subject(event)

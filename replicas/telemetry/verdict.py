@@ -54,7 +54,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdict(status: RunStatus, now: float) -> Verdict:
-    """Judge a status of the time ``now`` (seconds since 1970); change nothing."""
+    """Judge a run by its status at the time ``now`` (seconds since 1970): return all
+    troubles, and the worst as one sentence. Change nothing."""
     found = sorted(_troubles(status, now), key=lambda one: _ORDER[one.level])
     if status.exit_code is not None:
         why = f": {status.ended_by}" if status.ended_by else ""
@@ -112,7 +113,9 @@ _STATES: tuple[tuple[ReplicaState, Level, str, str], ...] = (
 
 
 def _of_group(group: GroupStatus, away: set[str], now: float) -> Iterator[Trouble]:
-    """Yield the troubles of a group; ``away``: names of nodes that are silent."""
+    """Yield the troubles of a group and its replicas; a silent replica on a node of
+    ``away`` (names of nodes that do not answer) is left out, as the node has its own
+    sentence."""
     # the node's own sentence covers silent replicas on a node that is away
     replicas = [one for one in group.replicas if one.state != "silent" or away.isdisjoint(one.nodes)]
     for state, level, *words in _STATES:
@@ -139,7 +142,8 @@ def _of_group(group: GroupStatus, away: set[str], now: float) -> Iterator[Troubl
 def _common_trouble(
     found: Sequence[tuple[ReplicaStatus, float]], level: Level, one: str, many: str, *, now: float
 ) -> Iterator[Trouble]:
-    """Yield a sentence for each reason of a trouble, for more than three only one.
+    """Yield a sentence for each reason for which replicas have the same trouble, or
+    only one sentence for more than three reasons.
 
     :param found: (replica, seconds for which the trouble has lasted).
     :param one, many: the sentence's predicate for one and for several replicas.
@@ -163,7 +167,11 @@ def _until(replicas: Sequence[ReplicaStatus], now: float) -> float | None:
 
 
 def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterator[Trouble]:
-    """Yield the troubles of a channel, also of ready replicas on the channel."""
+    """Yield the troubles of a channel, among them those of ready replicas that are
+    behind on the channel or hold a version open.
+
+    :param status: that of the run, for its replicas.
+    """
     about = f"channel {channel.name}"
     if channel.step is not None and channel.step_before is not None and channel.step < channel.step_before:
         text = f"The step of {channel.name} fell from {channel.step_before:g} to {channel.step:g}"

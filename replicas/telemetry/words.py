@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from replicas.common.sizes import count_text, size_text
 from replicas.core.base import effects
 from replicas.core.base.effects import LOSS_WORDS
-from replicas.core.lives.lifecycle import RUNNING, Transition
+from replicas.core.lives.lifecycle import RUNNING, ReplicaEvent, Transition
 from replicas.telemetry import events
 
-_DRAINS = {"over": "the run is over", "scaled": "scaled down", "node": "its replicas move", "reloaded": "removed"}
-
-_FAULTS = {"failed": "a lane failed", "store": "the store was replaced", "refused": "a member was not ready"}
-_REFUSED = LOSS_WORDS | {
-    "token": "a wrong or an old token",
-    "hello": "a join that does not fit",
-    "fenced": "an old process, which a newer one has replaced (nothing to do)",
+_DRAINS = {"over": "the run is over", "scaled": "scaled down", "reloaded": "removed", "node": "node drain"}
+_CHANGES = {
+    ReplicaEvent.ADOPT: "continues under a new supervisor",
+    ReplicaEvent.READY: "ready again",
+    ReplicaEvent.UNREADY: "not ready",
+    ReplicaEvent.HELD_UP: "still ending",
+    ReplicaEvent.RETRY: "ended",
+    ReplicaEvent.LEFT: "ended, free for the next program",
+    ReplicaEvent.GIVE_UP: "failed for good",
+    ReplicaEvent.STOPPED: "stopped",
+    ReplicaEvent.RESTART: "will start again",
+    ReplicaEvent.RESET: "will start again (reset-failed)",
+}
+_NODES = {"away": "away (its agent is not connected)", "lost": "lost (its replicas start elsewhere)"}
+_ENDS = {"ok": "ended with exit code 0", "failed": "failed", "stopped": "was stopped", "lost": "was lost"}
+_TOKENS = {
+    "made": "new {} token",
+    "rotated": "new {} token; the old one stays valid",
+    "revoked": "old {} token revoked",
+}
+_FAULTS = {"failed": "a process group failed", "store": "the store was replaced", "refused": "a member was not ready"}
+_REFUSED = {
+    "token": "a wrong or old token (the right one: replicas token)",
     "tls": "no TLS 1.3",
+    "peer": "a process of another user",
+    "too_many": "too many at once without a token",
+    "host": "a host name that is not this run's",
+    "hello": "a join that the run cannot accept",
+    "fenced": "an old process, which a newer one has replaced (nothing to do)",
+    "flood": "more messages than a process may send; slowed down",
+    "overflow": "a process that does not read its messages",
 }
 
 
@@ -36,8 +57,8 @@ def duration_text(seconds: float) -> str:
 
 
 def outcome_text(outcome: str) -> str:
-    """Return why a version was not committed: ``peers lost``, ``no free slot``."""
-    return "no free slot" if outcome == "busy" else outcome.replace("_", " ")
+    """Return why a version was not committed: ``peers lost``, ``no free slot ...``."""
+    return "no free slot (memory for a version)" if outcome == "busy" else outcome.replace("_", " ")
 
 
 def concerns(record: events.Record, target: str, *, itself: bool = False) -> bool:
@@ -90,74 +111,85 @@ def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
         case Transition():
             return who, _transition(event), event.after
         case events.RunStarted():
-            how = ", continues the run of a supervisor that died" if event.resumed else ""
-            return "run", f"{event.run} is supervised by process {event.pid}, replicas {event.version}{how}", "title"
+            how = "continues under a new supervisor," if event.resumed else "started by supervisor"
+            return "run", f"{event.run} {how} process {event.pid} (replicas {event.version})", "title"
         case events.RunEnded():
             return "run", f"over, exit code {event.exit_code}{_because(event.reason)}", "title"
         case events.Draining():
-            why = _DRAINS.get(event.reason, event.reason)
-            return who or "run", f"draining ({why}{', at once' if event.hurry else ''})", "warning"
+            how = "its processes are killed at once" if event.hurry else "ends after its present sync"
+            how = "its replicas move to other nodes" if event.reason == "node" else how
+            return who or "run", f"draining: {how} ({_DRAINS.get(event.reason, event.reason)})", "warning"
         case events.Drained():
-            return who or "run", f"drained in {duration_text(event.seconds)}", ""
+            return who or "run", f"drained: none of its processes is left, after {duration_text(event.seconds)}", ""
         case events.Scaled():
-            return who, f"scaled from {event.before} to {event.after}", ""
+            return who, f"scaled from {event.before} to {count_text(event.after, 'replica')}", ""
         case events.RestartAsked():
-            return who, f"{'rolling ' if event.rolling else ''}restart requested", ""
+            return who, f"restart requested{', a few replicas at a time' if event.rolling else ''}", ""
         case events.FailedReset():
-            budgets = f"restart budget of {', '.join(event.groups)} restored" if event.groups else ""
-            failed = f"failures forgotten: {', '.join(event.replicas)}" if event.replicas else ""
-            return "run", "; ".join(filter(None, (failed, budgets))), ""
+            budgets = f"restart budget of group {', '.join(event.groups)} is full again" if event.groups else ""
+            failed = f"starting {', '.join(event.replicas)} again" if event.replicas else ""
+            return "run", f"reset-failed: {'; '.join(filter(None, (failed, budgets)))}", ""
         case events.Reloaded():
             parts = [("changed", event.changed), ("added", event.added), ("removed", event.removed)]
-            said = "; ".join(f"{name}: {', '.join(groups)}" for name, groups in parts if groups)
+            said = "; ".join(f"{name} {', '.join(groups)}" for name, groups in parts if groups)
             return "config", f"reloaded{_because(said or 'nothing has changed')}", ""
         case events.ReloadRefused():
-            return "config", f"not reloaded: {'; '.join(event.problems)}", "alarm"
+            return "config", f"new file refused, the old config stays: {'; '.join(event.problems)}", "alarm"
         case events.ReplicaExited():
             style = "error" if event.outcome in ("failed", "lost") else ""
-            return who, f"generation {event.generation} ended: {event.outcome}{_because(event.reason)}", style
+            why = "" if event.reason in ("finished", "stopped") else event.reason.removeprefix("stopped: ")
+            return who, f"generation {event.generation} {_ENDS[event.outcome]}{_because(why)}", style
         case events.HeldUp():
-            fate = "no longer waits for" if event.gave_up else "waits for"
-            since = f", killed {duration_text(max(0.0, at - event.since))} ago" if event.pid else ""
-            return who, f"{fate} {event.what}: {event.holder}{since}", "warning"
+            return who, _held_up(event, at), "warning"
         case events.LeftoverFound():
-            fate = "killed" if event.swept else "NOT killed"
-            return who or "run", f"left over by a dead run: process {event.pid} ({event.command}), {fate}", "warning"
+            fate = "was killed" if event.swept else "could NOT be killed"
+            return who or "run", f"process {event.pid} of a dead supervisor {fate}: {event.command}", "warning"
         case events.StacksSaved():
-            why = event.reason or "asked for"
-            return who, f"{why}: the stacks of generation {event.generation} are in its log", ""
+            return who, f"saved stack traces in the log of generation {event.generation}{_because(event.reason)}", ""
         case events.LeasesAwaited():
             nodes = ", ".join(node or "an unknown node" for node in event.nodes)
-            return "run", f"waits up to {duration_text(event.seconds)} for the leases of {nodes}", "warning"
+            what = f"starts wait up to {duration_text(event.seconds)}: old replicas may live"
+            return "run", f"{what} on {nodes}", "warning"
         case events.NodeChanged():
             style = "" if event.after == "up" else "warning"
-            return f"node {event.node}", f"{event.after}{_because(event.reason)}", style
+            return f"node {event.node}", f"{_NODES.get(event.after, event.after)}{_because(event.reason)}", style
         case events.EventsLost():
             return "run", f"{count_text(event.count, 'event')} not written to disk{_because(event.reason)}", "warning"
         case events.LogLinesDropped():
-            where = "its log" if event.where == "file" else "the terminal"
+            where = "its log" if event.where == "file" else "the terminal, not in its log"
             return who, f"{count_text(event.count, 'line')} missing in {where}{_because(event.reason)}", "warning"
         case events.StateSetAside():
-            what = f"the state file could not be read ({event.reason}): moved to {event.path}"
+            what = f"unusable state file moved to {event.path} ({event.reason})"
             return "run", f"{what}; restart budgets and counters start at zero", "warning"
         case events.TokenChanged():
-            return "run", f"{event.role} token {event.change}", "warning" if event.change == "revoked" else ""
+            return "run", _TOKENS[event.change].format(event.role), "warning" if event.change == "revoked" else ""
         case events.ConnectionsRefused():
             why = _REFUSED.get(event.reason, event.reason.replace("_", " "))
-            return "run", f"refused {count_text(event.count, 'connection')}: {why}", ""
+            return "run", f"control port refused {count_text(event.count, 'connection')}: {why}", ""
     return _channel_words(who, event)
+
+
+def _held_up(event: events.HeldUp, at: float) -> str:
+    """Return what a replica waits for, as text: a dying process, or GPU memory."""
+    still = f"{event.what}, still held by {event.holder}"
+    if event.since:
+        still = f"{event.holder} to die, alive {duration_text(max(0.0, at - event.since))} after SIGKILL"
+    return f"no longer waits for {still}" if event.gave_up else f"waits for {still}"
 
 
 def _transition(event: Transition) -> str:
     """Return a change of a replica's state as text."""
     if event.after == "ready" and event.start_s is not None:
-        recovered = "" if event.recovery_s is None else f", {duration_text(event.recovery_s)} after it was lost"
-        return f"ready after {duration_text(event.start_s)} (generation {event.generation}{recovered})"
-    if event.after == "starting" and event.before not in RUNNING:
+        down = "" if event.recovery_s is None else f", down for {duration_text(event.recovery_s)}"
+        return f"ready after {duration_text(event.start_s)} (generation {event.generation}{down})"
+    if event.after == "starting" and event.before not in RUNNING and event.event is not ReplicaEvent.ADOPT:
         return f"starting (generation {event.generation})"
-    when = f"in {duration_text(event.resume_s)}" if event.resume_s else "as soon as it can"
+    when = f"in {duration_text(event.resume_s)}" if event.resume_s else "as soon as possible"
     again = f"; starts again {when}" if event.resume_s is not None else ""
-    return f"{event.before} -> {event.after}{_because(event.reason)}{again}"
+    what = _CHANGES.get(event.event, f"stays {event.after}" if event.before == event.after else event.after)
+    if event.after == "draining" and event.event is not ReplicaEvent.HELD_UP:
+        what = "ending"
+    return f"{event.reason if event.reason.startswith(what) else what + _because(event.reason)}{again}"
 
 
 def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:
@@ -167,87 +199,78 @@ def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:
     """
     match event:
         case effects.MemberJoined():
-            return event.member.name, f"joined {event.channel}", ""
+            return event.member.name, f"joined channel {event.channel}", ""
+        case effects.MemberLost(reason="left"):
+            return event.member.name, f"closed channel {event.channel}", "warning"
         case effects.MemberLost():
-            how = (
-                ": its program has closed the channel"
-                if event.reason == "left"
-                else _because(LOSS_WORDS.get(event.reason, event.reason))
-            )
-            return event.member.name, f"left {event.channel}{how}", "warning"
+            what = f"removed from channel {event.channel}"
+            return event.member.name, f"{what}{_because(LOSS_WORDS.get(event.reason, event.reason))}", "warning"
         case effects.EpochStarted():
-            what = f"its members have changed: {count_text(len(event.members), 'member')} now"
+            what = f"membership has changed: {count_text(len(event.members), 'member')} now"
             return event.channel, f"{what} (epoch {event.epoch})", "quiet"
         case effects.SyncEnded():
             sync = event.record
-            lost = f", without {', '.join(sync.lost)}" if sync.lost else ""
+            lost = f"; left out: {', '.join(sync.lost)}" if sync.lost else ""
+            took = duration_text(sync.seconds)
             if sync.outcome != "committed":
-                why = f"{outcome_text(sync.outcome)}, after {duration_text(sync.seconds)}{lost}"
-                return event.channel, f"version {sync.version} was not committed: {why}", "error"
-            what = f"version {sync.version} committed in {duration_text(sync.seconds)}, {size_text(sync.nbytes)}"
-            return event.channel, f"{what}, {count_text(sync.members, 'member')}{lost}", ""
+                why = f"{outcome_text(sync.outcome)}{f' ({sync.error})' if sync.error else ''}{lost}"
+                return event.channel, f"version {sync.version} failed after {took}, not committed: {why}", "error"
+            what = f"version {sync.version} committed in {took}: {size_text(sync.nbytes)}"
+            return event.channel, f"{what} on {count_text(sync.members, 'member')}{lost}", ""
         case effects.StepFell():
-            what = f"the step fell from {event.before:g} to {event.step:g} with version {event.version}"
-            return event.channel, f"{what}: did its trainer lose its checkpoint?", "alarm"
+            what = f"the trainer's step fell from {event.before:g} to {event.step:g} with version {event.version}"
+            return event.channel, f"{what}: was its checkpoint lost?", "alarm"
         case effects.CaughtUp():
             names = ", ".join(member.name for member in event.members)
-            return event.channel, f"{names} caught up with version {event.version}", "quiet"
+            return event.channel, f"{names} caught up: received version {event.version} late", "quiet"
         case effects.VersionDecided():
             return event.channel, _decided(event), "warning" if event.what in ("rejected", "rolled_back") else ""
         case effects.WrongBytes():
-            what = f"was served wrong bytes of version {event.version} by {event.holder}"
+            what = f"got wrong bytes of version {event.version} from {event.holder}, and asks again"
             return event.member.name, f"{what}{_because(event.reason)}", "error"
         case effects.ReplicaLoaded():
-            what = f"serves version {event.version}" if event.version else "serves no version"
-            return who, f"{what} of {event.channel}", ""
+            what = f"all ranks serve version {event.version}" if event.version else "no version is served by all ranks"
+            return who, f"{what} on channel {event.channel}", ""
         case effects.LoadFailed():
-            what = "refused" if event.kept else "did not load"
+            what = "keeps its version and refuses" if event.kept else "failed to load"
             return who, f"{what} version {event.version} of {event.channel}{_because(event.reason)}", "error"
         case effects.ReplicaIdle():
-            return who, f"has finished its work in progress on {event.channel}", ""
+            return who, f"may end: no sync of channel {event.channel} needs it now", ""
         case effects.OperationEnded():
-            tone = "quiet" if event.outcome == "ok" else "error"
-            what = f"{event.kind} {event.outcome} in {duration_text(event.seconds)}"
-            return event.channel, f"{what}{_because(event.error)}", tone
+            how, tone = ("done in", "quiet") if event.outcome == "ok" else (f"failed ({event.outcome}) after", "error")
+            return event.channel, f"{event.kind} {how} {duration_text(event.seconds)}{_because(event.error)}", tone
         case effects.Retried():
             why = event.why or _FAULTS.get(event.reason, f"a member was {event.reason}")
-            return event.channel, f"repeats the transfer: {why}", ""
+            return event.channel, f"trying a transfer or operation again: {why}", ""
         case effects.SidecarReplaced():
-            return event.channel, f"replaces {count_text(event.count, 'sidecar')} ({event.reason})", ""
+            why = _FAULTS.get(event.reason, f"a member was {event.reason}")
+            return event.channel, f"replacing {count_text(event.count, 'sidecar')} (helper processes): {why}", ""
         case effects.StoreChanged():
-            return event.channel, f"rendezvous store {'up' if event.up else 'down'}", "" if event.up else "alarm"
-    return who or getattr(event, "channel", "run"), _plain(event), ""
+            what = "answers again" if event.up else "does not answer: no new process group forms"
+            return event.channel, f"the rendezvous store {what}", "" if event.up else "alarm"
+    return who or getattr(event, "channel", "run"), type(event).__name__, ""
 
 
 def _decided(event: effects.VersionDecided) -> str:
     """Return a decision about a version as text."""
     version, name, value = f"version {event.version}", event.name, event.value
     match event.what:
-        case "promoted" | "rejected":
-            return f"{version} is {event.what}{_because(event.why)}"
+        case "promoted":
+            return f"{version} is promoted, targets load it{_because(event.why)}"
+        case "rejected":
+            return f"{version} is rejected, and never served{_because(event.why)}"
         case "rolled_back":
-            return f"{version} is served, with the content of version {value:g}"
+            return f"rolled back: {version} has the content of version {value:g}, and is served"
         case "held":
-            return f"{name} keeps {version}{f' for {duration_text(value)}' if value else ''}"
+            return f"{version} is kept{f' for {duration_text(value)}' if value else ''} by lease {name}"
         case "released":
-            return f"{name} no longer keeps {version}{_because(event.why)}"
+            return f"{version} is no longer kept by lease {name}{_because(event.why)}"
         case "labelled":
-            return f"{name} is {version}" if value else f"{name} is no label of {version} any more"
+            return f"label {name} {'points' if value else 'no longer points'} to {version}"
         case "scored":
-            return f"{version} has {name} {value:g}"
+            return f"{version} was scored: {name} is {value:g}"
 
 
 def _because(reason: str) -> str:
     """Return ``: REASON``, or an empty text without a reason."""
     return f": {reason}" if reason else ""
-
-
-def _plain(event: events.Event) -> str:
-    """Return the name of an event and its fields, as text."""
-    name = "".join(f" {letter.lower()}" if letter.isupper() else letter for letter in type(event).__name__).strip()
-    fields = {
-        field: value
-        for field, value in msgspec.structs.asdict(event).items()
-        if field not in ("group", "replica", "target") and value not in ("", (), None, 0, False)
-    }
-    return f"{name}: {', '.join(f'{field} {value}' for field, value in fields.items())}" if fields else name

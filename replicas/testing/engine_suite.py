@@ -70,6 +70,7 @@ class _Watched:
     """
 
     def __init__(self, engine: Engine, calls: list[str]) -> None:
+        """Wrap an engine; append the names of its called verbs to ``calls``."""
         self._engine, self.calls = engine, calls
         self.before: dict[str, Callable[[], object]] = {}
         self.after: dict[str, Callable[[], object]] = {}
@@ -81,8 +82,9 @@ class _Watched:
         return partial(self._call, name, found) if name in _LOGGED else found
 
     def _call(self, name: str, verb: Callable[..., Any], *arguments: Any) -> Any:
-        """Record the verb's name; call ``before``, the verb and ``after``; return the
-        verb's result."""
+        """Record the verb's name, and call the verb between the functions that the
+        scene has set in ``before`` and ``after``; return the verb's result. Assert that
+        no other verb is under way."""
         self.calls.append(name)
         self._under_way += 1
         assert self._under_way == 1, f"{name} is called during another verb"
@@ -99,6 +101,7 @@ class _Gate:
     """A gate that records the versions for which it was opened."""
 
     def __init__(self) -> None:
+        """Begin shut, with no version."""
         self.versions: list[int] = []
         self.is_open = False
 
@@ -117,7 +120,8 @@ class _Gate:
         self.is_open = False
 
     def paused(self, seconds: float) -> None:
-        """Check the number only."""
+        """Take the seconds for which a load has paused the server; assert that they are
+        not negative."""
         assert seconds >= 0
 
 
@@ -128,7 +132,8 @@ class _Stage:
     """
 
     def __init__(self, trial: Trial, run: FakeRun) -> None:
-        """Join the run as its trainer; followers come with :meth:`following`."""
+        """Join the channel of ``run`` as its trainer; start no follower before
+        :meth:`following`."""
         self.trial, self.run = trial, run
         self.trainer = run.join("trainer")
         self.gate = _Gate()
@@ -140,8 +145,8 @@ class _Stage:
         """Context manager: run a follower of a new engine in a thread; stop and join it
         on leaving. The value is the engine, with recorded calls.
 
-        :param options: arguments of :func:`replicas.engine.follow`, over those of the
-            stage.
+        :param options: arguments of :func:`replicas.engine.follow`, which override
+            those that this method sets.
         """
         engine: Any = _Watched(self.trial.connect(), self.calls)
         stop, self.error = threading.Event(), None
@@ -149,6 +154,8 @@ class _Stage:
         given: dict[str, Any] = {"gate": self.gate, "stop": stop, "min_serving": 0.0, **where, **options}
 
         def work() -> None:
+            """Thread: follow the channel until stopped; keep the error that ended
+            it."""
             try:
                 follow(engine, "policy", verify_load="always", **given)
             except BaseException as error:  # noqa: BLE001  # the scene checks it
@@ -173,8 +180,10 @@ class _Stage:
         return self.trainer.publish(sent, new_manifest=True).wait(self.trial.limit_s).version
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until the condition is true; at the trial's limit, raise AssertionError
-        with ``what``."""
+        """Poll until the condition is true; at the trial's limit, raise AssertionError.
+
+        :param what: what is waited for, for the error.
+        """
         until = time.monotonic() + self.trial.limit_s
         while not condition():
             assert time.monotonic() < until, (
@@ -239,7 +248,8 @@ def _a_load_fails_once(stage: _Stage, when: str) -> None:
 
 
 def _raise_next(failures: Iterator[BaseException]) -> None:
-    """Raise the next error; do nothing when none is left."""
+    """Raise the iterator's next error, and so consume it; do nothing when none is
+    left."""
     for error in failures:
         raise error
 
@@ -262,9 +272,10 @@ def _a_load_fails_for_good(stage: _Stage) -> None:
 
 
 def _does_not_fit(stage: _Stage, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> None:
-    """Check that a version is refused without a pause.
+    """Check that a version with one wrong tensor is refused without a pause of the
+    server, and that the next good version is served.
 
-    :param change: returns the wrong name and tensor of one of its tensors.
+    :param change: takes name and tensor of one tensor; returns a wrong name or tensor.
     """
     with stage.following():
         stage.publish(1.0)
@@ -305,7 +316,8 @@ def _killed(stage: _Stage, verb: str) -> None:
 
 
 def _the_follower_dies(stage: _Stage, verb: str) -> None:
-    """Check that a second follower works when the first dies right after a ``verb``."""
+    """Check that a second follower has the server serve again when the first one dies
+    right after a ``verb`` of the engine, such as "load"."""
     with stage.following() as engine:
         stage.publish(1.0)
         stage.wait_until_served(1.0)

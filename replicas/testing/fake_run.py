@@ -78,7 +78,13 @@ class FakeRun:
         *,
         groups: Mapping[str, GroupShape | int] | None = None,
     ) -> None:
-        """Check channels and groups; the run begins with its ``with`` block."""
+        """Check channels and groups; the run begins with its ``with`` block.
+
+        :param channels: settings by name; None: "policy", from "trainer" to "rollout".
+        :param groups: shape, or number of replicas, by name.
+        :raises replicas.errors.BadConfig: the channels are not valid.
+        :raises replicas.errors.UsageError: a channel has peers, which need processes.
+        """
         self._number = next(_numbers)
         self._channels = POLICY if channels is None else channels
         self._groups = groups
@@ -102,7 +108,11 @@ class FakeRun:
         self._targets: list[VirtualTarget] = []
 
     def _new_coordinator(self, token: str | None = None) -> Coordinator:
-        """Return a coordinator that is never entered: it has no port, store or file."""
+        """Return a coordinator of this run's channels that is never entered: it has no
+        port, store or file.
+
+        :param token: the members' secret; None: a new one.
+        """
         return Coordinator(self._channels, groups=self._groups, token=token)
 
     @property
@@ -116,8 +126,8 @@ class FakeRun:
         return self._coordinator.token
 
     def __enter__(self) -> Self:
-        """Begin the run: let this process's ``replicas.join`` find it, and start its
-        timers."""
+        """Begin the run: let :func:`replicas.join` in this process find it, write its
+        token to a memfd, and start the engine's timers on the session thread."""
         self._token_fd = os.memfd_create("replicas-token")  # never on disk, even if this process is killed
         os.write(self._token_fd, self.token.encode())
         in_process[self.endpoint] = self._connect
@@ -127,8 +137,8 @@ class FakeRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the run: thaw and close all members, stop the targets' threads, and
-        forget it."""
+        """End the run: deliver what frozen members wait for, close all channels, join
+        the targets' threads (30 s at most for each), and stop the engine."""
         try:
             self._on_loop(self._thaw_all)
             for target in self._targets:
@@ -263,32 +273,38 @@ class FakeRun:
             raise errors.UsageError("this fake run has not begun, or is over", hint="use it in its `with` block")
 
     def _on_loop(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function on the session thread; return its result, or raise its
-        error."""
+        """Call a function on the session thread (the loop of all channels of this
+        process), and block until it has ended, 30 s at most; return its result, or
+        raise its error."""
 
         async def call() -> T:
+            """Call the function, on the loop."""
             return function(*arguments)
 
         make: Callable[[], Coroutine[Any, Any, T]] = call
         return self._loop.run(make, CALL_TIMEOUT_S)
 
     def _connect(self, token: str) -> Wire:
-        """Return a new wire for a session that shows this token; a wrong token is
-        refused on the wire."""
+        """Return a new in-memory connection for a session that shows this token; a
+        wrong token is refused when the session sends its first message. Runs on the
+        session thread."""
         return Wire(self._coordinator.engine, self._welcome, accepted=hmac.compare_digest(token, self.token))
 
     def _welcome(self, wire: Wire, member: Member) -> None:
-        """Register the wire of a member, and freeze it if the member is frozen."""
+        """Register the wire (in-memory connection) of a member that the engine has
+        accepted, and hold its messages back if the member is frozen. Runs on the
+        session thread."""
         self._wires[member] = wire
         self._came.set()
         wire.frozen = self._frozen.get(member)
 
     def _start_ticks(self) -> None:
-        """Start the task that runs the engine's timers."""
+        """Start the task that runs the engine's timers, on the session thread."""
         self._tick = self._loop.spawn(self._coordinator.engine.tick_forever(), f"{self.endpoint} ticks")
 
     def _stop(self) -> None:
-        """End the timers, cut all wires, and close the engine."""
+        """On the session thread: cancel the timers' task, cut the connections of all
+        members, and close the engine."""
         if self._tick is not None:
             self._tick.cancel()
         for wire in self._wires.values():
@@ -297,7 +313,8 @@ class FakeRun:
         self._coordinator.engine.close()
 
     async def _restart(self) -> None:
-        """Replace the coordinator; return when unfrozen members have reconnected."""
+        """On the session thread: replace the coordinator by a new one with the same
+        token; return when all members that are not frozen have reconnected."""
         known = {state.member for one in self._coordinator.engine.channels.values() for state in one.roster}
         self._stop()
         old = self._coordinator
@@ -310,35 +327,39 @@ class FakeRun:
             await self._came.wait()
 
     def _kill(self, member: Member) -> None:
-        """Declare the member lost, and let its waiting messages pass."""
+        """On the session thread: have the engine declare the member lost, as after the
+        exit of its process; deliver its messages that were held back."""
         self._coordinator.engine.lose(member, "exited")
         self._thaw(member)
 
     def _freeze(self, member: Member) -> None:
-        """Hold back the frames of the member's wire, and of its later ones."""
+        """On the session thread: hold back the messages of the member's connection, and
+        of later ones, until :meth:`_thaw`."""
         thawed = self._frozen.setdefault(member, asyncio.Event())
         if (wire := self._wires.get(member)) is not None:
             wire.frozen = thawed
 
     def _thaw(self, member: Member) -> None:
-        """Let the frames of the member's wire pass again."""
+        """On the session thread: let the messages of the member's connection pass
+        again; do nothing for a member that is not frozen."""
         if (thawed := self._frozen.pop(member, None)) is not None:
             thawed.set()
         if (wire := self._wires.get(member)) is not None:
             wire.frozen = None
 
     def _thaw_all(self) -> None:
-        """Thaw all frozen members."""
+        """On the session thread: let the messages of all frozen members pass again."""
         for member in list(self._frozen):
             self._thaw(member)
 
     def _lose_all(self) -> None:
-        """Declare every member lost; this ends the channels that the program joined
-        itself."""
+        """On the session thread: have the engine declare every member lost; this ends
+        the channels that the program joined itself."""
         for member in list(self._wires):
             self._kill(member)
 
     def _cut(self, member: Member) -> None:
-        """Cut the member's wire, if it has one; its session then connects again."""
+        """On the session thread: cut the member's connection, if it has one; its
+        session then connects again."""
         if (wire := self._wires.get(member)) is not None:
             wire.abort()

@@ -24,6 +24,13 @@ class Wire:
     """
 
     def __init__(self, engine: Engine, introduced: Callable[[Wire, Member], None], *, accepted: bool) -> None:
+        """Make a connection between a session and the coordinator's engine; send
+        nothing.
+
+        :param introduced: called with this wire and the member that its first message
+            names.
+        :param accepted: whether the member's token is the run's; if not, it is refused.
+        """
         self._engine = engine
         self._accepted = accepted
         self._introduced = introduced
@@ -76,27 +83,33 @@ class Wire:
             frame.cancel()
 
     async def close(self) -> None:
-        """Cut the connection, as :meth:`abort`."""
+        """Cut the connection; the member's session at the engine stays, and may
+        resume."""
         self.abort()
 
     def abort(self) -> None:
-        """Cut the connection, and detach the member's session at the engine; frames
-        written before still arrive."""
+        """Cut the connection, and detach the member's session from it at the engine;
+        frames that the coordinator has written before still arrive."""
         if not self._cut.is_set():
             self._cut.set()
             if self._session is not None:
                 self._engine.detach(self._session, self)
 
     async def _passes(self) -> None:
-        """Wait until the wire is not frozen."""
+        """Wait until messages may pass: return immediately unless the wire is
+        frozen."""
         while (frozen := self.frozen) is not None:
             await frozen.wait()
 
     # ------------------------------------------------------------ the coordinator's end
 
     def _introduce(self, hello: protocol.Hello) -> None:
-        """Open the member's session at the engine, or answer with its refusal. Cut the
-        connection if the engine cannot take the member yet."""
+        """Open the member's session at the engine, or queue the refusal as its answer.
+        Cut the connection if the engine cannot take the member yet; the session then
+        tries again.
+
+        :param hello: the member's first message.
+        """
         try:
             if not self._accepted:
                 raise errors.UsageError(f"this fake run does not accept the token of {hello.member}")
@@ -111,7 +124,8 @@ class Wire:
         self._introduced(self, hello.member)
 
     def takes_more(self) -> bool:
-        """Return True until the connection is cut: the coordinator may write."""
+        """Return True if the coordinator may write: always, until the connection is
+        cut."""
         return not self._cut.is_set()
 
     def rtt_s(self) -> float:

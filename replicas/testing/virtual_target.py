@@ -27,7 +27,10 @@ class VirtualTarget:
     """
 
     def __init__(self, channel: Channel, load: Callable[[Update], object] | None) -> None:
-        """Start the thread, which loads versions from now on."""
+        """Start the daemon thread, which loads the channel's versions from now on.
+
+        :param load: called with each version on that thread; None: copy the tensors.
+        """
         self.channel = channel
         self.versions: list[int] = []
         self.weights: dict[str, torch.Tensor] = {}
@@ -38,7 +41,8 @@ class VirtualTarget:
         self._thread.start()
 
     def _run(self) -> None:
-        """Load versions until the channel ends; keep the error that ended it."""
+        """Thread: receive and load versions until the channel ends; keep the error that
+        ended it in ``error``, unless :meth:`end` was called."""
         try:
             while True:
                 self._load_update(self.channel.receive().wait())
@@ -47,8 +51,9 @@ class VirtualTarget:
                 self.error = error
 
     def _load_update(self, update: Update) -> None:
-        """Load one version by ``load``, and report it loaded or failed; skip it if no
-        target may load it."""
+        """Load one version by the ``load`` function, on this thread, and report it to
+        the run as loaded or failed. Skip it if the targets decided together not to load
+        it."""
         try:
             update.adopt().wait()
             self._load(update)

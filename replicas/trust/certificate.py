@@ -78,13 +78,15 @@ class PortKey:
     """
 
     def __init__(self, context: ssl.SSLContext, hash_: str) -> None:
+        """Keep a server's TLS context, and the hash of its key as in join tokens."""
         self.context = context
         self.hash = hash_
 
     @classmethod
     def configured(cls, certificate: Path, key: Path | None = None) -> PortKey:
-        """Return the port key of PEM files; ``key`` defaults to the certificate's file.
+        """Read PEM files that the operator has configured, and return their port key.
 
+        :param key: file of the private key; default: it is in the certificate's file.
         :raises replicas.errors.UsageError: they cannot be read, or do not match.
         """
         try:
@@ -99,9 +101,9 @@ class PortKey:
 
     @classmethod
     def of_folder(cls, folder: Path) -> PortKey:
-        """Return the key saved in a folder; make and save one if there is none.
-
-        The caller has the folder's lock.
+        """Return the port key saved in a folder; if there is none, make a key and write
+        it there (``key.pem``, readable by this user only). The caller has the folder's
+        lock.
 
         :raises replicas.errors.UsageError: it cannot be made or used.
         """
@@ -131,7 +133,8 @@ def context_of(pem: bytes) -> ssl.SSLContext:
 
 
 def certificate_hash(pem: bytes) -> str:
-    """Return the SHA-256 of the certificate (in DER), in hexadecimal."""
+    """Return the SHA-256 of the first certificate in ``pem`` (as DER), in
+    hexadecimal."""
     return hashlib.sha256(_der(pem)).hexdigest()
 
 
@@ -150,7 +153,7 @@ def _context(certificate: Path, key: Path | None = None) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Raise ValueError when OpenSSL asks for the password of a key."""
+    """Raise ValueError: OpenSSL calls this if the key in a file has a password."""
     raise ValueError("the key has a password")
 
 
@@ -166,10 +169,8 @@ def _first(pem: str) -> str:
 
 @contextlib.contextmanager
 def _as_file(data: bytes) -> Iterator[Path]:
-    """Yield the path of a memfd with the data, valid in the block.
-
-    OpenSSL reads only files.
-    """
+    """Context manager: yield the path of a file in memory (memfd) with the data, valid
+    in the block. OpenSSL reads keys from files only."""
     descriptor = os.memfd_create("replicas-key")
     try:
         os.write(descriptor, data)

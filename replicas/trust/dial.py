@@ -49,8 +49,11 @@ Made = TypeVar("Made", bound=PortConnection)
 
 
 async def dial(way: Way, path: str, made: type[Made], **options: Any) -> Made:
-    """Open a WebSocket to ``path`` by ``way``.
+    """Open a WebSocket to a control port, with the token in the request; return the
+    connection.
 
+    :param way: endpoint, TLS context and headers: see :mod:`replicas.trust.way`.
+    :param path: path of the URL, such as ``/session``.
     :param made: the class of the connection.
     :param options: further options of websockets' ``connect``.
     :raises replicas.errors.UsageError: the port has another key, or no TLS.
@@ -73,8 +76,9 @@ async def dial(way: Way, path: str, made: type[Made], **options: Any) -> Made:
 
 
 async def dial_socket(sock: socket.socket, path: str, **options: Any) -> ClientConnection:
-    """Open a WebSocket to ``path`` over a connected Unix socket; show no token.
+    """Open a WebSocket to ``path`` over a connected Unix socket, and return it; show no
+    token: the server identifies this user by the kernel's SO_PEERCRED.
 
-    The server identifies this user by the kernel's SO_PEERCRED.
+    :param options: further options of websockets' ``connect``.
     """
     return await connect(f"ws://run{path}", sock=sock, **_OPTIONS, **options)

@@ -79,17 +79,19 @@ class JoinToken(NamedTuple):
         return cls(key, secret)
 
     def __str__(self) -> str:
+        """Return the whole token as text, or the bare secret if it names no key."""
         return f"{_MARK}{self.key}.{self.secret}" if self.key else self.secret
 
 
 def another_key(what: str) -> errors.UsageError:
-    """Return the error for a token with another key than the control port's.
+    """Return (do not raise) the error for a token that names another key than the
+    control port's.
 
-    :param what: what has the token, for the message.
+    :param what: the variable or file that has the token, for the message.
     """
     return errors.UsageError(
-        f"{what} names another key than that of the control port",
-        hint="give the certificate and key that it was made with, or only the part after its dot",
+        f"{what} was made for another key than the control port has",
+        hint="set control.certificate and control.key to those that it was made for, or give only the part after its dot",
     )
 
 
@@ -109,6 +111,8 @@ class Tokens:
     """
 
     def __init__(self, member: str | None = None, operator: str | None = None) -> None:
+        """Begin with one valid secret for each role: the given one, or a new random
+        one."""
         self._secrets: dict[Role, list[str]] = {
             "member": [member if member is not None else new_secret()],
             "operator": [operator if operator is not None else new_secret()],
@@ -120,7 +124,8 @@ class Tokens:
 
     @classmethod
     def restored(cls, saved: SavedTokens) -> Tokens:
-        """Return tokens with the secrets of :meth:`saved`, without a :attr:`key`."""
+        """Return tokens with the secrets that :meth:`saved` has returned, without a
+        :attr:`key` and without connections."""
         made = cls(saved.member[0], saved.operator[0])
         made._secrets = {"member": [*saved.member[:2]], "operator": [*saved.operator[:2]]}
         made._retired = [*saved.retired]
@@ -135,16 +140,16 @@ class Tokens:
         )
 
     def copy(self) -> Tokens:
-        """Return a copy, to be changed and saved before :meth:`replace_by`.
-
-        Connections that are :meth:`watched` stay with this object.
-        """
+        """Return a copy of the secrets, which the caller changes and saves before
+        :meth:`replace_by`. Connections that are :meth:`watched` stay with this
+        object."""
         made = Tokens.restored(self.saved())
         made.key = self.key
         return made
 
     def replace_by(self, changed: Tokens) -> None:
-        """Take over a changed copy's secrets; end connections with other secrets."""
+        """Take over the secrets of ``changed``, a copy that was changed; end the
+        connections whose secret is no longer valid."""
         old = [one for role in ROLES for one in self._secrets[role] if one not in changed._secrets[role]]
         self._secrets = {role: [*changed._secrets[role]] for role in ROLES}
         self._retired = [*changed._retired]
@@ -159,7 +164,7 @@ class Tokens:
         return self._secrets[role][0]
 
     def both_valid(self, role: Role) -> bool:
-        """Return True if the previous token is valid, too."""
+        """Return True if the role's previous token is valid beside the present one."""
         return len(self._secrets[role]) > 1
 
     # ------------------------------------------------------------ who asks
@@ -183,10 +188,8 @@ class Tokens:
         return found
 
     def refusal(self, headers: Mapping[str, str]) -> str:
-        """Return why these headers are refused, as a text for their sender.
-
-        "missing token", "old token: ..." for a retired one, else "wrong token".
-        """
+        """Return why a request with these headers is refused, as a text for its sender:
+        "missing token", "old token: ..." for a retired one, else "wrong token"."""
         authorization = headers.get("authorization", "")
         if not authorization:
             return "missing token"
@@ -208,7 +211,7 @@ class Tokens:
         present = self._secrets[role]
         secret = new_secret() if secret is None else secret
         if secret in present:
-            raise errors.UsageError(f"this {role} token is in use already", hint="make another one")
+            raise errors.UsageError(f"rotate: this {role} token is in use already", hint="make another token")
         self._secrets[role] = [secret, present[0]]
         self._retire(present[1:])
 
@@ -219,19 +222,25 @@ class Tokens:
         self._retire(old)
 
     def _retire(self, old: list[str]) -> None:
-        """Keep the digests of secrets that end, and end connections that use them."""
+        """Keep the digests of secrets that are no longer valid (the last 16), and end
+        the connections that use them.
+
+        :param old: the secrets.
+        """
         self._retired = [*self._retired, *(_digest(one.encode()) for one in old)][-_RETIRED:]
         self._end_users_of(old)
 
     def _end_users_of(self, old: list[str]) -> None:
-        """Call ``end`` of the watched connections that use these secrets."""
+        """End the watched connections that use one of the secrets ``old``: call the
+        ``end`` with which each was :meth:`watched`."""
         for secret, end in [*self._watched.values()]:
             if secret in old:
                 end()
 
     @contextmanager
     def watched(self, headers: Mapping[str, str], end: Callable[[], None]) -> Iterator[None]:
-        """Call ``end`` if the token in these headers is retired within the block."""
+        """Context manager for one connection: call ``end`` if the token in its headers
+        is retired within the block."""
         key = object()
         self._watched[key] = _secret_of(headers.get("authorization", "").encode()).decode("latin-1"), end
         try:

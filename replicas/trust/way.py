@@ -61,13 +61,14 @@ class Way(NamedTuple):
         return f"{scheme}{'s' if self.context is not None else ''}://{self.endpoint}{path}"
 
     def refusal(self, error: BaseException) -> errors.UsageError | None:
-        """Return the error to raise for an error of TLS, None if to be retried."""
+        """Return the error to raise to the user for an error of TLS, or None if
+        ``error`` is of another kind and the caller may try again."""
         if isinstance(error, WrongKey):
             return errors.UsageError(str(error.strerror), hint=_HINT)
         if isinstance(error, ssl.SSLCertVerificationError):
             why = getattr(error, "verify_message", "") or error
             return errors.UsageError(
-                f"the certificate of the control port at {self.endpoint} is not good: {why}",
+                f"the certificate of the control port at {self.endpoint} cannot be verified: {why}",
                 hint=f"{environ.CA_FILE} must name the CA that has signed it, and the endpoint the host in it",
             )
         if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
@@ -79,9 +80,8 @@ class Way(NamedTuple):
 
 
 def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = None) -> Way:
-    """Return the way to the control port at ``endpoint`` with this join token.
-
-    It opens no connection.
+    """Return the way (TLS context and headers) to the control port at ``endpoint`` with
+    this join token. It opens no connection.
 
     :param token: empty for pages that need no token.
     :param environment: instead of ``os.environ``.
@@ -103,7 +103,7 @@ def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = No
         return Way(endpoint, None, host, headers)
     what = "the token names no key" if token else "no token given"
     raise errors.UsageError(
-        f"{what}, so the server at {endpoint} cannot be verified; nothing was sent",
+        f"{what}, so the control port at {endpoint} cannot be verified; nothing was sent to it",
         hint=f"{_HINT}; or name its CA in {environ.CA_FILE}; or begin the token with R1{PLAIN}. where the network "
         'itself protects it and the run has tls = "off"',
     )
@@ -124,7 +124,10 @@ def is_local(host: str) -> bool:
 
 
 def _pinned(endpoint: str, key: str) -> ssl.SSLContext:
-    """Return a client's TLS context that accepts only a port with this key."""
+    """Return a client's TLS context whose handshake fails unless the port has this key.
+
+    :param endpoint: for the error. :param key: hash of the key, from the token.
+    """
     context = _client_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -143,11 +146,13 @@ def _pinned(endpoint: str, key: str) -> ssl.SSLContext:
 
     class PinnedObject(ssl.SSLObject):
         def do_handshake(self) -> None:
+            """Do the handshake; raise WrongKey unless the port has the key."""
             super().do_handshake()
             check(self.getpeercert(binary_form=True))
 
     class PinnedSocket(ssl.SSLSocket):
         def do_handshake(self, block: bool = False) -> None:
+            """Do the handshake; raise WrongKey unless the port has the key."""
             super().do_handshake(block)
             check(self.getpeercert(binary_form=True))
 
@@ -157,7 +162,8 @@ def _pinned(endpoint: str, key: str) -> ssl.SSLContext:
 
 
 def _by_authority(path: str) -> ssl.SSLContext:
-    """Return a client's TLS context for certificates by the CA in this file."""
+    """Return a client's TLS context that accepts certificates signed by the CA in the
+    file ``path``. Raise UsageError if the file cannot be used."""
     context = _client_context()
     try:
         context.load_verify_locations(path)
@@ -170,7 +176,7 @@ def _by_authority(path: str) -> ssl.SSLContext:
 
 
 def _client_context() -> ssl.SSLContext:
-    """Return a client's context for TLS 1.3; the caller adds what it trusts."""
+    """Return a client's context for TLS 1.3 that trusts no certificate yet."""
     context: Any = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     found: ssl.SSLContext = context

@@ -47,7 +47,7 @@ _GROUPS_KEPT = 8
 @cache
 @torch.inference_mode(False)  # cached for threads in other modes
 def _none(dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Return an empty tensor on the CPU, always the same one for a dtype."""
+    """Return an empty CPU tensor, the same object for each call with this dtype."""
     return torch.empty(0, dtype=dtype, device="cpu")
 
 
@@ -71,7 +71,10 @@ class Change:
 
 
 def all_of(name: str, tensor: torch.Tensor) -> Change:
-    """Return the change of a tensor that counts as changed completely."""
+    """Return the change of a tensor that counts as changed completely.
+
+    :param name: of the tensor. :param tensor: all its elements.
+    """
     return Change(name, tensor, values=tensor.view(-1)[:0])
 
 
@@ -94,15 +97,16 @@ class Group(NamedTuple):
 
 
 class Difference:
-    """The difference of an image from a base, which may be overwritten meanwhile.
-
-    :param image: uint8 of shape ``[manifest.image_nbytes]``, header included.
-    :param base: the memory of an image of the same manifest, opened without a lock;
-        closed with the block. Without a base all tensors count as changed.
-    :param sharing: how many processes of this host compare at the same time.
-    """
+    """The difference of an image from a base, which may be overwritten meanwhile."""
 
     def __init__(self, image: torch.Tensor, manifest: Manifest, base: Buffer | None, sharing: int = 1) -> None:
+        """Map the base (the older version) for reading; compare nothing yet.
+
+        :param image: uint8 of shape ``[manifest.image_nbytes]``, header included.
+        :param base: the memory of an image of the same manifest, opened without a lock;
+            closed with the block. Without a base all tensors count as changed.
+        :param sharing: how many processes of this host compare at the same time.
+        """
         self.places = places_of(manifest)
         self._data, self._manifest, self._base = image[manifest.data_offset :], manifest, base
         self._threads = helpers_for(2 * manifest.data_nbytes, sharing) + 1
@@ -113,29 +117,38 @@ class Difference:
             self._lines = Lines(self._run, self._old)
 
     def __enter__(self) -> Difference:
+        """Return this difference."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the base, the older version that the image is compared with."""
         self._close_base()
 
     def _close_base(self) -> None:
-        """Close the base; all tensors that were not compared yet count as changed."""
+        """Close the base; all tensors that were not compared yet count as changed.
+
+        A second call does nothing.
+        """
         base, self._base = self._base, None
         if base is not None:
             base.close()
 
     def groups(self) -> Iterator[Group]:
-        """Yield the changes, group by group, in the bytes' order, compared on demand.
+        """Return an iterator of the changes of small tensors, in their bytes' order.
 
-        Tensors that form no group (large ones) are left out.
+        Each step compares a run of neighbouring tensors. Large tensors, which form no
+        group, are left out.
         """
         groups = enumerate(self.places.groups)
         return (self._group(number) for number, (first, last) in groups if last - first > 1)
 
     def _group(self, number: int) -> Group:
-        """Return the changes of group ``number`` of the places, cached.
+        """Return the changes of one group of tensors; the last few results are cached.
 
-        All tensors count as changed if the base was overwritten by then.
+        If the base (the older version) was overwritten by then, it is closed, and all
+        tensors count as changed.
+
+        :param number: index of the group in ``places.groups``.
         """
         if (known := self._known.get(number)) is not None:
             return known
@@ -150,7 +163,13 @@ class Difference:
         return found
 
     def _compared(self, first: int, last: int) -> Group:
-        """Compare tensors ``first`` to ``last`` with the base; return changes."""
+        """Compare neighbouring tensors with the base (the older version), not cached.
+
+        Return their changes. Without a base all count as changed.
+
+        :param first: index of the first tensor in ``places``. :param last: one more
+            than the last.
+        """
         starts, item, alone = self.places.edges[first : last + 1], self.places.items[first], last - first == 1
         begin, end, width = int(starts[0]), int(starts[-1]), min(item, _WIDTH_MAX)
         starts = (starts - begin) // item
@@ -167,9 +186,10 @@ class Difference:
         return Group(first, whole, bounds, numbers - np.repeat(starts[:-1], np.diff(bounds)), elements[numbers])
 
     def _changed(self, begin: int, end: int, width: int, share: int) -> npt.NDArray[np.int64] | None:
-        """Return indices of the elements that differ in bytes ``begin`` to ``end``.
+        """Return which elements differ from the base in bytes ``begin`` to ``end``.
 
-        Returns None if more than one in ``share`` elements differs.
+        They are indices, rising, counted from ``begin``. Return None if more than one
+        in ``share`` elements differs.
 
         :param width: bytes of an element.
         """
@@ -184,9 +204,10 @@ class Difference:
         return np.concatenate(parts)
 
     def _found(self, name: str) -> tuple[Group, slice] | None:
-        """Return (a tensor's group, slice of its changes there); None if changed whole.
+        """Return where the changes of a tensor are; compare it first if need be.
 
-        Also None for an empty tensor.
+        They are (the changes of its group, a slice of these). Return None if the tensor
+        counts as changed completely, or is empty.
         """
         place = self.places.group_of.get(name)
         if place is None:  # it is empty
@@ -197,13 +218,18 @@ class Difference:
     def positions(self, name: str) -> torch.Tensor | None:
         """Return the indices of a tensor's changed elements, rising (int64).
 
-        None means that the whole tensor counts as changed.
+        They count in the flattened tensor. Return None if all of it counts as changed.
         """
         found = self._found(name)
         return None if found is None else torch.from_numpy(found[0].positions[found[1]])
 
     def of(self, name: str) -> Change:
-        """Return the change of a tensor; if whole, as a view of the image."""
+        """Return the change of the tensor ``name``.
+
+        Compare it first unless that is done.
+
+        A tensor that counts as changed completely comes as a view of the image.
+        """
         number = self._manifest.index[name]
         spec = self._manifest.tensors[number]
         dtype, found = torch_dtype(spec.dtype), self._found(name)

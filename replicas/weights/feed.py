@@ -59,6 +59,7 @@ class Shard:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        """Turn both fields into tuples; UsageError if the box is not in the tensor."""
         if not isinstance(self.tensor, torch.Tensor) or is_lazy(self.tensor):
             raise UsageError(f"Shard: tensor must be a tensor that has a shape, not a {type(self.tensor).__name__}")
         object.__setattr__(self, "offsets", arguments.integers("Shard: offsets", self.offsets))
@@ -81,10 +82,11 @@ class Ties:
     """
 
     def __init__(self) -> None:
+        """Begin without tensors; no tensor is kept."""
         self._first: dict[object, str] = {}
 
     def alias(self, name: str, value: object) -> str | None:
-        """Return the first name given for this same tensor; None for a new one."""
+        """Return the first name that came with this same tensor; None if it is new."""
         if not isinstance(value, torch.Tensor) or is_lazy(value):
             return None
         try:
@@ -97,7 +99,7 @@ class Ties:
         return first if first != name else None
 
     def _key(self, value: torch.Tensor) -> object:
-        """Return a key that tied tensors share; None for a value that is never tied."""
+        """Return a key that is equal for tied tensors; None for other values."""
         if type(value) in PLAIN:
             dense = value.numel() and value.layout is torch.strided and not value.is_meta
             return ((), "", self._place(value)) if dense else None
@@ -118,11 +120,6 @@ class Ties:
 class Feed:
     """Walks a set of weights once, in order.
 
-    :param weights: a module, a mapping, an iterable of pairs, an object with
-        ``metadata()`` and iteration, or vLLM's ``WeightSource``; values are Tensor,
-        DTensor, :class:`Shard`, or None (skipped).
-    :param mode: ``"image"`` gathers DTensors and refuses Shards; ``"parts"`` takes the
-        rank's own pieces, without communication.
     :ivar finished: nothing is left to drain.
     :ivar user_failed: the user's own code raised. (The exception is not kept, as its
         frames hold this feed, and slots.)
@@ -132,6 +129,14 @@ class Feed:
     """
 
     def __init__(self, weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> None:
+        """Keep the weights, to walk them later.
+
+        :param weights: a module, a mapping, an iterable of pairs, an object with
+            ``metadata()`` and iteration, or vLLM's ``WeightSource``; values are Tensor,
+            DTensor, :class:`Shard`, or None (skipped).
+        :param mode: ``"image"`` gathers DTensors and refuses Shards; ``"parts"`` takes
+            the rank's own pieces, without communication.
+        """
         self.mode: Mode = mode
         self.finished = False
         self.user_failed = False
@@ -146,10 +151,9 @@ class Feed:
     def cast_to(self, dtype: torch.dtype | None) -> None:
         """Set the dtype to publish plain floating tensors in; None keeps all dtypes.
 
-        Scales keep their dtype: rounding one would change every element of a quantised
-        weight. A tensor is a scale if the last part of its name has the word ``scale``
-        or ``scales``. Tensors for which the source's ``keeps_dtype(name, dtype)``
-        returns true keep theirs, too.
+        Scales (:func:`is_scale`) keep theirs: rounding one would change every element
+        of a quantised weight. So do tensors for which the source's ``keeps_dtype(name,
+        dtype)`` returns true.
 
         :raises UsageError: ``dtype`` is not a plain floating dtype (float16, bfloat16,
             float32, float64).
@@ -159,7 +163,8 @@ class Feed:
         self.dtype = dtype
 
     def plan(self) -> PartManifest | None:
-        """Return the manifest of the walk, without walking; None for a plain iterable.
+        """Return the manifest (names, dtypes, shapes, offsets) of all weights, without
+        walking them; None for a plain iterable.
 
         :raises ManifestMismatch: a value cannot be published; drain the feed.
         """
@@ -194,7 +199,7 @@ class Feed:
             raise
 
     def _declared_row(self, row: object) -> TensorSpec:
-        """Return the spec of one row of ``metadata()``, or raise ManifestMismatch."""
+        """Return the spec that a row of ``metadata()`` gives; else ManifestMismatch."""
         match (row.name, row) if hasattr(row, "name") else tuple(row) if isinstance(row, Iterable) else ():
             case (
                 (str(name), torch.dtype() as dtype, shape)
@@ -213,10 +218,9 @@ class Feed:
         return self._known
 
     def known_entries(self) -> list[Entry] | None:
-        """Return the known values as entries; a DTensor's has no tensor for an image.
-
-        Returns None for a stream; raises ManifestMismatch as :meth:`plan`.
-        """
+        """Return an entry (checked tensor or tie) for each value of a module or
+        mapping; None for a stream. Gathers nothing; raises ManifestMismatch as
+        :meth:`plan`."""
         known = self.known()
         if known is None:
             return None
@@ -225,7 +229,7 @@ class Feed:
             return [self._entry(name, value, ties, gather=False) for name, value in known.items() if value is not None]
 
     def take_known(self) -> None:
-        """Mark the walk as finished: all known values were copied without it."""
+        """Mark the walk as over, because all known values were copied without it."""
         self._end(failed=False)
 
     def __iter__(self) -> Iterator[Entry]:
@@ -240,7 +244,8 @@ class Feed:
                 yield self._entry(name, value, self._ties, gather=True)
 
     def drain(self) -> None:
-        """Walk to the end, with all gathers; raise only the user's exceptions."""
+        """Walk to the end and discard the values, with all gathers (collectives), as
+        the other ranks wait in these. Raise only the user's exceptions."""
         try:
             while (step := self._step()) is not None:
                 name, value = step
@@ -287,14 +292,13 @@ class Feed:
         return (step[0], step[1]) if isinstance(step, (tuple, list)) and len(step) == 2 else (None, step)
 
     def _end(self, *, failed: bool) -> None:
-        """Mark the walk as finished; ``failed`` by an exception of the user's code."""
+        """Mark the walk as over; ``failed`` if the user's own code has raised."""
         self.finished, self.user_failed = True, failed
 
     def _gather(self, name: str, value: DTensor) -> torch.Tensor:
-        """Return the whole tensor, by a collective of the user's group.
-
-        Its exceptions count as the user's. :raises ManifestMismatch: no local memory.
-        """
+        """Return a DTensor's whole tensor, by a collective of the user's group; its
+        exceptions count as the user's. :raises ManifestMismatch: the local tensor has
+        no memory."""
         why, value = _gatherable(value)
         try:
             with torch.no_grad():
@@ -310,6 +314,7 @@ class Feed:
         """Return a value's checked entry; gather before any check, as the peers do.
 
         :param ties: finds earlier names of the same tensor; None in a stream.
+        :param gather: gather a DTensor for an image (a collective).
         """
         try:
             alias = ties.alias(name, value) if ties is not None else None
@@ -329,6 +334,7 @@ class Feed:
     def _described(self, name: Any, value: Any, alias: str | None, gathered: torch.Tensor | None) -> Entry:
         """Return a value's checked entry, or raise ManifestMismatch.
 
+        :param alias: an earlier name of the same tensor, or None.
         :param gathered: a DTensor's whole tensor, if it was gathered.
         """
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, Shard)):
@@ -367,7 +373,7 @@ class Feed:
         return Entry(name, taken, dtype, shape, box)
 
     def _published(self, name: str, dtype: torch.dtype) -> str:
-        """Return the name of the dtype to publish, after the cast if it applies."""
+        """Return the name of the dtype to publish: the feed's if the cast applies."""
         if self.dtype is None or not is_castable(dtype) or dtype == self.dtype or is_scale(name):
             return dtype_name(dtype)
         keeps = getattr(self.weights, "keeps_dtype", None)
@@ -376,13 +382,14 @@ class Feed:
 
 
 def is_scale(name: str) -> bool:
-    """Return True for the name of a quantised weight's scale, which keeps its dtype."""
+    """Return True for the name of a quantised weight's scale, which keeps its dtype:
+    its last part has the word ``scale`` or ``scales``."""
     words = name.rpartition(".")[2].split("_")
     return "scale" in words or "scales" in words
 
 
 def _extents(name: str, shape: object) -> tuple[int, ...]:
-    """Return a declared shape as integers, or raise ManifestMismatch."""
+    """Return the declared shape of tensor ``name``, or raise ManifestMismatch."""
     try:
         return arguments.integers(f"metadata(): the shape of {name!r}", shape)
     except UsageError as error:
@@ -390,7 +397,7 @@ def _extents(name: str, shape: object) -> tuple[int, ...]:
 
 
 def _gatherable(value: DTensor) -> tuple[str, DTensor]:
-    """Return (why ``value`` cannot be gathered or "", a DTensor to gather instead).
+    """Return (why ``value`` cannot be gathered, or "", and the DTensor to gather).
 
     A local tensor without memory would end the process in torch's collective, while the
     peers wait there; so zeros replace it.
@@ -406,7 +413,7 @@ def _gatherable(value: DTensor) -> tuple[str, DTensor]:
 
 
 def _full(value: DTensor) -> torch.Tensor:
-    """Gather ``value``, as integers if torch may not copy its dtype (Gloo, float8)."""
+    """Gather ``value`` (a collective), as integers if torch may not copy its dtype."""
     given: Any = value.detach()
     if is_copied(value.dtype):
         return cast("torch.Tensor", given.full_tensor())
@@ -433,7 +440,7 @@ def known_values(weights: object) -> dict[str, object] | None:
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the model in DistributedDataParallel or torch.compile, for plain names."""
+    """Return the model inside DistributedDataParallel or torch.compile, if any."""
     while True:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             module = module.module

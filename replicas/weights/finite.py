@@ -15,9 +15,11 @@ CHUNK = 1 << 22
 
 
 def not_finite(data: torch.Tensor, manifest: PartManifest) -> dict[str, int]:
-    """Return ``{tensor name: number of NaN and infinite values}``, without zeros.
+    """Return how many NaN and infinite values each tensor has, without zeros.
 
-    :param data: the data section of an image, or a packed part; on any device.
+    :param data: the data section of an image (a whole version), or a packed part (one
+        rank's bytes); on any device.
+    :param manifest: the layout of ``data``.
     """
     places, found = Places(manifest), dict[str, int]()
     for number, view in zip(places.order, places.views(data, as_bits=False), strict=True):
@@ -40,7 +42,7 @@ def overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def counts_text(found: dict[str, int]) -> str:
-    """Return a text that names the first three tensors with their counts.
+    """Return a text with the names and counts of the first three tensors.
 
     :param found: the result of :func:`not_finite`.
     """
@@ -53,7 +55,7 @@ def _chunks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _count(view: torch.Tensor) -> int:
-    """Return the number of values that are not finite."""
+    """Return how many values of a floating or complex tensor are NaN or infinite."""
     count = 0
     for chunk in _chunks(view):
         try:

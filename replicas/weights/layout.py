@@ -44,8 +44,11 @@ class Entry:
 
 
 def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartManifest:
-    """Return the manifest of these entries; pieces of a part are sorted by item size.
+    """Return the manifest of these entries, with byte offsets; copy nothing.
 
+    Pieces of a part are sorted by the size of their elements.
+
+    :param mode: ``"image"`` for whole tensors, ``"parts"`` for this rank's pieces.
     :raises ManifestMismatch: a name appears twice, or shards of one tensor disagree
         about its dtype or shape.
     """
@@ -65,7 +68,7 @@ def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartMan
     tensors = tuple(specs.values())
     if len(set(pieces)) < len(pieces):
         name = next(one for one in pieces if pieces.count(one) > 1)[0]
-        raise ManifestMismatch(f"tensor {name!r} was given twice", hint="give each part of a tensor once")
+        raise ManifestMismatch(f"tensor {name!r} was published twice", hint="give each part of a tensor once")
     if mode == "image":
         part = PartManifest(tensors, tuple(aliases))
     else:
@@ -96,6 +99,10 @@ class Places:
     """
 
     def __init__(self, manifest: PartManifest) -> None:
+        """Compute where each piece of the manifest is; touch no memory.
+
+        A piece is a tensor, or a box of one that a rank packs.
+        """
         specs = manifest.tensors
         if manifest.pieces is None:
             given = [(start, spec.dtype, spec.shape) for start, spec in zip(manifest.whole.offsets, specs, strict=True)]
@@ -117,16 +124,16 @@ class Places:
 
     @cached_property
     def index(self) -> dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]:
-        """Each piece's index in this order, by (tensor number, offsets, shape)."""
+        """Index of each piece, by number of its tensor, offsets and shape."""
         return {self._keys[number]: index for index, number in enumerate(self.order)}
 
     @cached_property
     def odd(self) -> tuple[int, ...]:
-        """Indices of pieces whose dtype torch may not copy: copy them as integers."""
+        """Indices of pieces to copy as integers, as torch may not copy their dtype."""
         return tuple(index for index, dtype in enumerate(self.dtypes) if not is_copied(dtype))
 
     def cuts(self, nbytes: int = STEP_NBYTES) -> list[Cut]:
-        """Return cuts, steps of about ``nbytes``, that cover all pieces; cached."""
+        """Return steps of about ``nbytes`` bytes that cover all pieces; cached."""
         if (found := self._cuts.get(nbytes)) is not None:
             return found
         ends = [start + size for start, size in zip(self.starts, self.kinds.sizes.tolist(), strict=True)]
@@ -140,12 +147,16 @@ class Places:
 
     @cached_property
     def groups(self) -> list[tuple[int, int]]:
-        """(first, end) indices of runs of small neighbours with one item size.
+        """Runs of small neighbours, to be compared together, as (first, end) indices.
 
-        A larger piece is a group of its own.
+        Elements of a run have one size; a larger piece is a group of its own.
         """
 
         def kind(one: int) -> tuple[int, ...]:
+            """Return a key of piece ``one``.
+
+            Neighbours with equal keys form a group.
+            """
             start, end = self.extent(one)
             return self.items[one], start // GROUP_NBYTES, (end - 1) // GROUP_NBYTES
 
@@ -154,18 +165,17 @@ class Places:
 
     @cached_property
     def group_of(self) -> dict[str, tuple[int, int]]:
-        """``{tensor name: (number of its group, index in the group)}``, of an image.
+        """By the name of a tensor: (number of its group, index in the group).
 
-        Empty tensors are left out.
+        Of an image; empty tensors are left out.
         """
         groups = enumerate(self.groups)
         return {self.name(one): (number, one - first) for number, (first, last) in groups for one in range(first, last)}
 
     def steps(self, destinations: list[torch.Tensor], sources: list[torch.Tensor], nbytes: int) -> Iterator[Step]:
-        """Yield copy steps of about ``nbytes`` each.
+        """Yield copy steps of about ``nbytes`` each, which cover all pieces in order.
 
-        :param destinations: one tensor for each piece, as is ``sources``, in this
-            order.
+        :param destinations: a tensor for each piece. :param sources: likewise.
         """
         for cut in self.cuts(nbytes):
             yield Step(cut.start, cut.end, cut.of(destinations), cut.of(sources))
@@ -176,7 +186,7 @@ class Places:
         return Kinds(self.shapes, self.dtypes, self.dtypes)
 
     def addresses(self, data: torch.Tensor) -> Addresses:
-        """Return the address of each piece in ``data``."""
+        """Return the address of each piece in ``data``, the memory of all of them."""
         return self.edges[:-1].astype(np.uintp) + np.uintp(data.data_ptr())
 
     def name(self, index: int) -> str:
@@ -184,16 +194,16 @@ class Places:
         return self._names[self._keys[self.order[index]][0]]
 
     def extent(self, index: int) -> tuple[int, int]:
-        """Return the first byte and the end of piece ``index``."""
+        """Return the first byte and the end of piece ``index``, within the data."""
         start = self.starts[index]
         return start, start + self._counts[index] * self.items[index]
 
     @torch.inference_mode(False)  # so that any thread may write to the views
     def views(self, data: torch.Tensor, *, as_bits: bool = True) -> list[torch.Tensor]:
-        """Return all pieces, as views of ``data``.
+        """Return all pieces, in order, as views of ``data``; copy nothing.
 
         :param data: uint8: the data section of an image, or a packed part.
-        :param as_bits: return :attr:`odd` pieces as integers.
+        :param as_bits: return :attr:`odd` pieces as integers of the same size.
         """
         found: list[torch.Tensor] = []
         # to split one view for each run of a dtype is faster than a view for each piece
@@ -215,7 +225,7 @@ _KNOWN_MOST = 4
 
 
 def places_of(manifest: Manifest, again: tuple[str, ...] = ()) -> Places:
-    """Return the places of an image's tensors; the last four manifests are cached.
+    """Return where an image's tensors are; the last four results are cached.
 
     :param again: names of tensors to list a second time, for further copies.
     """
@@ -236,6 +246,11 @@ class Writer:
     """Copies entries one by one to ``destinations``, from :meth:`Places.views`."""
 
     def __init__(self, manifest: PartManifest, places: Places, destinations: Sequence[torch.Tensor]) -> None:
+        """Begin with no tensor written.
+
+        :param manifest: names, dtypes and shapes that the entries must have.
+        :param places: where its pieces are. :param destinations: a view for each piece.
+        """
         self._manifest = manifest
         self._places = places
         self._destinations = destinations
@@ -246,8 +261,12 @@ class Writer:
         self._unseen = set(self._specs)
 
     def write(self, entry: Entry, put: Callable[[torch.Tensor, torch.Tensor, int, int, str], None]) -> None:
-        """Copy one entry by ``put(destination, source, start, end, name)``.
+        """Compare one entry of a walk with the manifest; copy it to its destination.
 
+        An alias, or an entry without elements, is only compared.
+
+        :param put: called as ``put(destination, source, start, end, name)`` to copy a
+            tensor to its bytes ``start`` to ``end``.
         :raises ManifestMismatch: the entry differs from the manifest.
         """
         if entry.alias_of is not None:
@@ -256,7 +275,7 @@ class Writer:
             return
         number, spec = self._specs.get(entry.name, (-1, None))
         if spec is None:
-            raise ManifestMismatch(f"tensor {entry.name!r} is not in the manifest")
+            raise ManifestMismatch(f"tensor {entry.name!r} is not in the channel's manifest")
         if entry.dtype != spec.dtype or entry.shape != spec.shape:
             raise ManifestMismatch(
                 f"tensor {entry.name!r} is {TensorSpec(entry.name, entry.dtype, entry.shape)}, the manifest says {spec}"
@@ -278,4 +297,4 @@ class Writer:
         if absent:
             first = next(spec.name for spec in self._manifest.tensors if spec.name in absent)
             hint = NO_TENSORS if absent.issuperset(spec.name for spec in self._manifest.tensors) else None
-            raise ManifestMismatch(f"tensor {first!r} was not given ({len(absent)} missing in all)", hint=hint)
+            raise ManifestMismatch(f"tensor {first!r} was not published ({len(absent)} missing in all)", hint=hint)

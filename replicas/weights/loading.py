@@ -50,10 +50,12 @@ _T = TypeVar("_T")
 
 
 def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.Tensor]:
-    """Return a view of ``data`` for each tensor, by name, in published dtype and shape.
+    """Return each tensor as a view of ``data``, by name; copy nothing.
 
-    :param data: uint8: the data section of an image, or a packed part with at most one
-        piece of each tensor. A tensor without a piece gets an empty tensor.
+    :param data: uint8: the data section of an image (a whole version), or a packed part
+        (one rank's bytes) with at most one piece of each tensor. A tensor without a
+        piece gets an empty tensor.
+    :param manifest: the layout of ``data``.
     """
     places = Places(manifest)
     found = dict(zip(places.order, places.views(data, as_bits=False), strict=True))
@@ -70,9 +72,9 @@ def named_views(data: torch.Tensor, manifest: PartManifest) -> dict[str, torch.T
 
 
 def each_name(found: Iterable[tuple[str, _T]], aliases: Iterable[tuple[str, str]]) -> Iterator[tuple[str, _T]]:
-    """Yield each (name, value), then the same value under each of its other names.
+    """Return an iterator of each (name, value), then the same under its other names.
 
-    :param aliases: (other name, name) pairs.
+    :param found: the pairs. :param aliases: (other name, name) pairs.
     """
     others = defaultdict[str, list[str]](list)
     for alias, name in aliases:
@@ -81,7 +83,9 @@ def each_name(found: Iterable[tuple[str, _T]], aliases: Iterable[tuple[str, str]
 
 
 def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, torch.Tensor]:
-    """Return views of an image's tensors, in the publisher's order, without aliases.
+    """Return the tensors of an image (a version's bytes) as views of it, by name.
+
+    They come in the publisher's order, without aliases.
 
     :param image: uint8 of shape ``[manifest.image_nbytes]``, header included:
         ``slot.buffer.tensor()`` or ``.private()``.
@@ -93,10 +97,14 @@ def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, t
 def piece_pairs(
     manifest: Manifest, pieces: Sequence[Piece], source: torch.Tensor, data: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (view of the piece in ``data``, view of it in ``source``) for each piece.
+    """Yield, for each piece (a box of a tensor), its views in ``data`` and ``source``.
 
-    :param source: uint8: a packed part, from the begin of its memory on.
-    :param data: the data section of an image.
+    Copies nothing; both are integers of the elements' size.
+
+    :param manifest: the layout of ``data``.
+    :param source: uint8: a packed part (one rank's bytes), from the begin of its memory
+        on.
+    :param data: the data section of an image (a whole version).
     """
     for piece in pieces:
         view = piece_view(data, manifest, piece)
@@ -180,7 +188,10 @@ def load_image(
 
 
 def _destinations(model: Model) -> Mapping[str, object]:
-    """Return the tensors to write by name, or raise ManifestMismatch."""
+    """Return the values of ``model`` by name, unchecked, to which the load writes.
+
+    :raises ManifestMismatch: ``model`` is not of a kind that can be loaded into.
+    """
     if not isinstance(model, (torch.nn.Module, Mapping)) and isinstance(model, Loadable):
         return dict(model.destinations())
     targets = known_values(model)
@@ -207,9 +218,12 @@ class _Plain:
     runs: npt.NDArray[np.bool_]
 
     def put(self, difference: Difference) -> npt.NDArray[np.intp]:
-        """Copy the changes of small tensors; return indices of the targets left to do.
+        """Copy the changed elements of small tensors to the targets.
 
-        Those are large, or are not one run of the same bytes.
+        Return the indices of the targets that are left to do: large ones, and those
+        that are not one run of the same bytes.
+
+        :param difference: finds the changes; compares when asked.
         """
         theirs, left = difference.places, np.ones(len(self.places.order), np.bool_)
         begins, ends = (np.searchsorted(self.places.edges[:-1], theirs.edges[:-1], side) for side in ("left", "right"))
@@ -231,11 +245,15 @@ class _Plain:
 def _plain(
     targets: Mapping[str, object], served: Mapping[str, str], image: torch.Tensor, manifest: Manifest
 ) -> _Plain | None:
-    """Check the load; return it if the C code can do it all, else None.
+    """Check a load into a model; return it if the C code can do all of it, else None.
 
-    It cannot if targets are subclasses, are on a device, or share memory.
+    It cannot if targets are subclasses, are on a device, or share memory. Writes
+    nothing.
 
-    :param served: names of targets, and of the tensors that they get.
+    :param targets: the model's values by name.
+    :param served: name of the version's tensor that each target gets, by the target's
+        name.
+    :raises ManifestMismatch: a target does not fit its tensor.
     """
     if not image.is_cpu or not streaming.available:
         return None
@@ -276,10 +294,12 @@ def _plain(
 def _match_names(
     targets: Mapping[str, object], names: Sequence[str], aliases: Sequence[tuple[str, str]]
 ) -> dict[str, str]:
-    """Return ``{name of the target: name of its tensor}``, for all targets to write.
+    """Return the name of the version's tensor that each target gets, by target name.
 
-    Tied targets appear once for each tensor that they get.
+    Of tied targets one is left for each tensor that they get.
 
+    :param targets: the model's values by name. :param names: of the version's tensors.
+    :param aliases: (other name, name) of tied tensors of the version.
     :raises ManifestMismatch: names are missing or unknown.
     """
     if not aliases and len(targets) == len(names) and (list(targets) == names or targets.keys() == set(names)):
@@ -301,19 +321,29 @@ def _match_names(
         found_names = {"not published": [*map(repr, missing)], "not in the model": [*map(repr, unknown)]}
         parts = [f"{what}: {list_text(names, 5)}" for what, names in found_names.items() if names]
         text = f"the weights do not fit the model ({'; '.join(parts)})"
-        hint = "rename them, or load them by hand" if known else "the version has no tensors: see what was published"
+        hint = "rename them, or load by yourself" if known else "the version has no tensors: see what was published"
         raise ManifestMismatch(text, hint=hint)
     return {name: source for (_, source), name in found.items()}
 
 
 def _address(value: object) -> int | None:
-    """Return a plain tensor's address (0 without memory); None for others."""
+    """Return the address of a plain tensor's memory, 0 if it has none.
+
+    Return None for any other value.
+    """
     plain = type(value) in PLAIN and isinstance(value, torch.Tensor) and value.layout is torch.strided
     return value.data_ptr() if plain else None  # type: ignore[attr-defined]  # plain: a tensor
 
 
 def _checked(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do :func:`_pair`; raise ManifestMismatch for errors of a tensor's own code."""
+    """Check one target of a load; return (tensor to write, elements to write there).
+
+    As :func:`_pair`, but errors of a tensor's own code become ManifestMismatch, too.
+
+    :param name: of the target, for errors. :param value: the model's value of that
+        name.
+    :param source: the version's tensor.
+    """
     try:
         return _pair(name, value, source)
     except ReplicasError:
@@ -324,10 +354,13 @@ def _checked(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tens
 
 
 def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check one target; return (tensor to write, elements to write there) as views.
+    """Check one target of a load; return (tensor to write, elements to write there).
 
-    A DTensor gives its local tensor and part.
+    Both are views, and of a DTensor they are the local part. Writes nothing.
 
+    :param name: of the target, for errors. :param value: the model's value of that
+        name.
+    :param source: the version's tensor.
     :raises ManifestMismatch: the elements do not fit, or the tensor cannot be written.
     """
     if not isinstance(value, torch.Tensor):
@@ -343,7 +376,7 @@ def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor,
         raise ManifestMismatch(text, hint="build it with the sizes of the published model")
     if target.dtype != source.dtype and not (is_castable(target.dtype) and is_castable(source.dtype)):
         text = f"tensor {name!r} is {source.dtype}, the model's is {target.dtype}"
-        raise ManifestMismatch(text, hint="convert it by hand")
+        raise ManifestMismatch(text, hint="convert it yourself, from update.tensors()")
     if target.dtype is torch.float16 != source.dtype and overflows(source, torch.float16):
         text = f"tensor {name!r} has values beyond the range of float16, the dtype of the model's"
         raise ManifestMismatch(text, hint="load into bfloat16 or float32")

@@ -14,12 +14,11 @@ _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def check_shared(pairs: _Pairs, names: Sequence[str]) -> None:
-    """Raise ManifestMismatch if targets share memory and would get different values.
+    """Check that targets that share memory would get the same values; write to none.
 
-    Writes to no target.
-
-    :param pairs: (target, source) tensors.
+    :param pairs: (target, elements to write there) tensors.
     :param names: of the targets, for the error.
+    :raises ManifestMismatch: two of them would get different values.
     """
     spans = [
         (str(one.device), one.data_ptr(), one.data_ptr() + span_nbytes(one), number)
@@ -39,9 +38,12 @@ def check_shared(pairs: _Pairs, names: Sequence[str]) -> None:
 
 
 def _check_group(group: Sequence[int], pairs: _Pairs, names: Sequence[str]) -> None:
-    """Do :func:`check_shared` for targets whose memory is one overlapping run.
+    """Check that targets whose memory overlaps would get the same values.
 
-    :param group: their numbers.
+    Writes to a private copy of that memory's layout on the CPU, not to them.
+
+    :param group: indices of these targets in ``pairs`` and ``names``.
+    :raises ManifestMismatch: two of them would get different values.
     """
     distinct: dict[object, int] = {}
     for number in group if len(group) > 1 else ():
@@ -59,6 +61,7 @@ def _check_group(group: Sequence[int], pairs: _Pairs, names: Sequence[str]) -> N
     memory = torch.empty(end - base, dtype=torch.uint8, device="cpu")
 
     def place(number: int) -> torch.Tensor:
+        """Return the bytes of target ``number`` in the private copy of the memory."""
         one = targets[number]
         strides = *(stride * one.itemsize for stride in one.stride()), 1
         return memory.as_strided((*one.shape, one.itemsize), strides, one.data_ptr() - base)
@@ -77,7 +80,7 @@ def _check_group(group: Sequence[int], pairs: _Pairs, names: Sequence[str]) -> N
 
 
 def _stored(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of each element of ``source`` as ``target`` will store them.
+    """Return the bytes that ``target`` will store for each element of ``source``.
 
     They are a CPU tensor, uint8 of shape ``[*target.shape, target.itemsize]``.
     """
@@ -88,6 +91,6 @@ def _stored(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _differing(one: str, other: str) -> ManifestMismatch:
-    """Return the error for two targets that share memory but get different values."""
+    """Return the error for two targets, given by name, that share memory and differ."""
     text = f"{one!r} and {other!r} share memory in the model, and their values in the version differ"
     return ManifestMismatch(text, hint="load into tensors of their own, or publish them tied")

@@ -86,10 +86,11 @@ def _filled(
     device: Accelerator | None,
     beside: bool | None = None,
 ) -> Packing:
-    """Fill ``data`` and start its digest, for all kinds of weights.
+    """Have ``fill`` copy all weights into ``data``, and start the digest of that.
 
     :param fill: called with the object that copies; copies all weights, or reports that
         they are already in place.
+    :param options: how a device copies. :param progress: called with the bytes filled.
     :param device: makes the copies; if None, CPU threads do.
     :param beside: hash while copying; None decides by the number of threads.
     """
@@ -104,12 +105,13 @@ def _filled(
 
 
 def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:
-    """Start to compute the digest of a slot that is filled already.
+    """Start to compute the digest of a slot that is filled already; copy nothing.
 
-    Waits, on the device, for the current stream's writes to the slot.
+    The device first waits for the current stream's writes to the slot; the caller does
+    not wait.
 
     :param begun: called with the object that does the work, before it begins.
-    :returns: the digest to come; no bytes are copied.
+    :returns: the digest to come.
     """
     buffer = slot.buffer
     device = accelerator() if buffer.device or buffer.pinned else None
@@ -117,13 +119,17 @@ def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:
 
 
 def _device_for(sources: list[torch.Tensor], options: CopyOptions) -> Accelerator | None:
-    """Return the device that must copy: a source or the slot is on it; else None."""
+    """Return the accelerator if a source or the slot is on a GPU, so that it copies.
+
+    Else return None: threads copy on the CPU.
+    """
     device = accelerator()
     return device if device is not None and (options.device or any(map(device.owns, sources))) else None
 
 
 def _copy_on_host(host: HostCopies, places: Places, copies: Copies) -> None:
-    """Copy all tensors described by ``host`` with the threads of a Copier; wait."""
+    """Copy the tensors in ``host`` by the threads of ``copies``, a Copier, in steps
+    that ``places`` gives; wait for the copies."""
     assert isinstance(copies, Copier)
     copies.run_host(host, places.cuts)
 
@@ -135,6 +141,7 @@ def _copy(
 
     Some are on a device; then the copies are only enqueued.
 
+    :param kinds: dtypes and shapes that the sources must have.
     :param sources: aliases, which keep their storages.
     :raises ManifestMismatch: a source is not as ``kinds`` says, or has no memory.
     """
@@ -154,6 +161,7 @@ class Planned:
     """The layout of the last publish's values: manifest, and tensors' offsets."""
 
     def __init__(self, feed: Feed, entries: Sequence[Entry], manifest: PartManifest) -> None:
+        """Remember the layout of the feed's values, by their entries; keep none."""
         known = feed.known() or {}
         values = [value for value in known.values() if value is not None]
         self.manifest = manifest
@@ -184,11 +192,12 @@ class Planned:
         self._usable = tensors is not None and self._find_memory(tensors) is not None
 
     def first_sources(self, entries: Sequence[Entry]) -> Found | None:
-        """Return the tensors of the planned ``entries``; None if one needs a gather."""
+        """Return the tensors of the planned ``entries``, and where their memory is;
+        None if one needs a gather."""
         return None if self._gathers else self.kinds.find_memory(self._own_tensors(entries))
 
     def _own_tensors(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
-        """Return the tensors of the entries in the bytes' order; empty with gathers."""
+        """Return the entries' tensors in the bytes' order; empty with gathers."""
         picks = () if self._gathers else self._picks
         return [tensor for number in picks if (tensor := entries[number].tensor) is not None]
 
@@ -214,7 +223,7 @@ class Planned:
         return found if self._picks_all else found.of(self._picks)
 
     def _tensors(self, values: Sequence[object]) -> list[torch.Tensor] | None:
-        """Return each value's local tensor; None if one may run its own code."""
+        """Return each value's local tensor; None if one's class has code of its own."""
         if not self._special:
             return values  # type: ignore[return-value]  # their types are plain tensors, all of them
         found: list[torch.Tensor] = []
@@ -227,12 +236,12 @@ class Planned:
         return found
 
     def _find_memory(self, tensors: Sequence[torch.Tensor]) -> Found | None:
-        """Return the tensors' addresses; None if shapes, dtypes or ties differ."""
+        """Return the tensors' addresses, or None if shapes, dtypes or ties differ."""
         found = self._kinds.find_memory(tensors)
         return found if found is not None and self._tied_alike(tensors, found.addresses) else None
 
     def _tied_alike(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> bool:
-        """Return True if the planned ties, and no other tensors, share memory."""
+        """Return True if the same tensors share memory as when this was planned."""
         full = np.sort(addresses[self._full])
         if np.any(full[1:] == full[:-1]):  # two are newly tied
             return False
@@ -244,7 +253,7 @@ class Planned:
 
 
 def _form(value: object) -> object:
-    """Return a Shard's or DTensor's placement, to compare; None for other values."""
+    """Return a key of a Shard's or DTensor's placement; None for other values."""
     if isinstance(value, Shard):
         return value.offsets, value.shape
     if is_dtensor(value):
@@ -253,7 +262,7 @@ def _form(value: object) -> object:
 
 
 def _memory(value: object) -> torch.Tensor | None:
-    """Return a value's local tensor; None if that may run code of its own."""
+    """Return the tensor of a value (of a Shard or DTensor the local one) or None."""
     if isinstance(value, Shard):
         value = value.tensor
     elif is_dtensor(value):
@@ -262,7 +271,7 @@ def _memory(value: object) -> torch.Tensor | None:
 
 
 def _strides(tensor: torch.Tensor) -> object:
-    """Return strides and lazy bits of a tensor, to compare."""
+    """Return a key of a tensor's strides and lazy bits (conjugate, negative)."""
     return tensor.stride(), tensor.is_conj(), tensor.is_neg()
 
 
@@ -270,6 +279,7 @@ class Packer:
     """Packs one publish after another; reuses the layout and views. Not thread-safe."""
 
     def __init__(self) -> None:
+        """Begin without a remembered layout."""
         self._planned: Planned | None = None
         self._places: tuple[PartManifest, Places] | None = None
         self._views: dict[int, tuple[str, list[torch.Tensor]]] = {}
@@ -296,7 +306,7 @@ class Packer:
         return manifest
 
     def copies_at_once(self, feed: Feed, manifest: PartManifest) -> bool:
-        """Return True if :meth:`pack` will copy at once, and run no user code."""
+        """Return True if :meth:`pack` of this feed would run no user code."""
         return feed.sources is not None and self._planned is not None and manifest is self._planned.manifest
 
     def pack(
@@ -309,12 +319,14 @@ class Packer:
         hold: bool = True,
         begun: Begun = lambda copies: None,
     ) -> Packing:
-        """Copy all weights into ``slot``, at once or tensor by tensor.
+        """Copy all weights of the feed into ``slot`` (memory of a version).
 
         :param manifest: from :meth:`plan`, or of an earlier publish.
         :param progress: called with the bytes of the slot's data filled from its start.
             The last call reports all bytes, before this returns or when
             :attr:`Packing.copies` are done, and is left out if this or those fail.
+        :param hold: copy on the caller's CUDA stream, not on one of this library.
+        :param begun: called with the object that copies, before the first copy.
         :raises ManifestMismatch: the feed differs from ``manifest``; it has been
             drained.
         """
@@ -346,13 +358,14 @@ class Packer:
     def _walk(
         self, feed: Feed, manifest: PartManifest, slot: Slot, options: CopyOptions, progress: Progress | None
     ) -> Packing:
-        """Walk the feed; copy each tensor into the slot before taking the next one."""
+        """Walk the feed; copy each tensor into the slot before taking the next."""
         if self._places is None or self._places[0].hash != manifest.hash:
             self._places = manifest, Places(manifest)
         places = self._places[1]
         writer = Writer(manifest, places, self._destinations(manifest, places, slot))
 
         def fill(copies: Copies) -> None:
+            """Walk the feed, copying each entry by ``copies``; check that all came."""
             for entry in feed:
                 writer.write(entry, copies.put)
             writer.finish()
@@ -361,7 +374,8 @@ class Packer:
         return _filled(fill, slot.data, options, progress, device=accelerator(), beside=beside)
 
     def _destinations(self, manifest: PartManifest, places: Places, slot: Slot) -> list[torch.Tensor]:
-        """Return views of the slot, by piece, cached until its buffer is closed."""
+        """Return views of the slot's memory, one for each piece in ``places``; cached
+        until its buffer is closed."""
         buffer = slot.buffer
         known_hash, destinations = self._views.get(buffer.key, ("", []))
         if known_hash != manifest.hash:
@@ -371,7 +385,7 @@ class Packer:
         return destinations
 
     def buffer_closed(self, key: int) -> None:
-        """Drop the cached views of the closed buffer ``key``."""
+        """Drop the cached views of the buffer ``key``, which is closed now."""
         self._views.pop(key, None)
 
 
@@ -383,7 +397,10 @@ class Staged:
     entries: tuple[Entry, ...]
 
     def write(self, data: torch.Tensor, options: CopyOptions = CopyOptions()) -> Packing:
-        """Copy all tensors into ``data`` (a slot's, uint8), and start its digest."""
+        """Copy all tensors into ``data`` (uint8, a slot's), and start its digest.
+
+        Waits for copies on the CPU; copies to a GPU are only enqueued.
+        """
         places = Places(self.manifest)
         full = self.manifest.pieces is not None
         tensors = [one.tensor for one in self.entries if one.alias_of is None and (one.box is not None or not full)]

@@ -46,6 +46,13 @@ class WritableSlot(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, slot: Slot, manifest: PartManifest, drop: Callable[[], None], holder: object = None) -> None:
+        """Make the tensors, as views of the slot's memory.
+
+        :param slot: memory of a version that is being filled. :param manifest: its
+            layout.
+        :param drop: gives the slot back. :param holder: an object to keep alive with
+            this one.
+        """
         self.manifest = manifest
         self.holder = holder
         self.slot = slot
@@ -75,10 +82,12 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         return f"<WritableSlot {self._state} tensors={len(self)}>"
 
     def __enter__(self) -> WritableSlot:
+        """Return this object; raise UsageError if it was published or given back."""
         self.check_open()
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Give the slot back, unless it was published."""
         self.drop()
 
     def drop(self) -> None:
@@ -98,11 +107,15 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self._close("taken")
 
     def digest(self, begun: Begun = lambda copies: None) -> Packing:
-        """Start the digest of the published bytes; see :func:`packing_of`."""
+        """Start to compute the digest of the published bytes; do not wait for it.
+
+        :param begun: called with the object that does the work, before it begins.
+        """
         return packing_of(self.slot, begun)
 
     def _close(self, state: Literal["taken", "dropped"]) -> None:
-        """Set the state, and empty all tensors, so that late writes raise errors."""
+        """Set the state, and make all tensors empty, so that late writes raise
+        errors."""
         self._state = state
         with torch.no_grad():
             for tensor in self._tensors.values():

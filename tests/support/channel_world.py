@@ -391,7 +391,9 @@ class SimMember:
             case wire.LaneForm():
                 cut = self.world.cuts_between(message.group.addresses)
                 if self.world.tampering:
-                    error = wire.WireError("StoreTampered", "another client writes into the store")
+                    error = wire.WireError(
+                        "StoreTampered", "a process other than a member writes into the rendezvous store"
+                    )
                     self.outbox.append(wire.LaneFailed(message.lane, error))
                 elif self.world.refused_by_store:
                     error = wire.WireError("SyncError", "the store cannot be reached")

@@ -337,7 +337,7 @@ class Yard:
     @property
     def said_of_groups(self) -> list[str]:
         """What was said, without the lines about single replicas."""
-        return [line for line in self.said if "/" not in line.partition(":")[0]]
+        return [line for line in self.said if "/" not in line.partition(" ")[0]]
 
     def states(self) -> dict[str, str]:
         return {replica.name: replica.life.state for replica in self.fleet.all()}

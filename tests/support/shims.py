@@ -75,7 +75,11 @@ class ShimUnderTest:
 
     def pump(self, *, besides: int = 0) -> int:
         """Its log pump, once there is one (another one than ``besides``)."""
-        return int(eventually(lambda: (pid := pump_of(self.popen.pid)) != besides and pid, "a log pump"))
+        return int(
+            eventually(
+                lambda: (pid := pump_of(self.popen.pid)) != besides and pid, "the process that writes their logs"
+            )
+        )
 
     def log(self, rank: int = 0) -> bytes:
         """A rank's log, with its older parts."""

@@ -72,6 +72,9 @@ class Collectives:
     def _start_operation(self, operation: OperationCall, deadline: float | None) -> Pending[Receipt]:
         """Start ``operation``, after checks of this rank's role and tensors.
 
+        The channel implements it.
+
+        :param deadline: seconds; None: the channel's.
         :returns: a Pending of the operation's receipt.
         """
         raise NotImplementedError
@@ -90,8 +93,11 @@ class Collectives:
         """Check the arguments of a method, and start the operation ``kind``.
 
         :param given: the caller's tensors; ``out``: tensors for the results, or None.
+        :param op: how to reduce.
         :param root: (name of the argument, peer), of operations with a source or
             destination.
+        :param step: a tag that all peers' calls must share, or None.
+        :param deadline: seconds; None: the channel's.
         """
         inputs = () if given is None and kind in ("scatter", "recv", "barrier") else _tensors(kind, given)
         if kind in ("all_reduce", "reduce", "reduce_scatter"):
@@ -116,6 +122,8 @@ class Collectives:
         matters.
 
         :param op: sum, mean (floating dtypes), min or max; default sum.
+        :param step: a tag that all peers' calls must share; it grows. Default: none.
+        :param deadline: seconds; default: the channel's.
         """
         return self._post("all_reduce", tensors, op=op, step=step, deadline=deadline)
 
@@ -125,6 +133,8 @@ class Collectives:
         """Give every peer ``src``'s values, in place; shapes and dtypes must match.
 
         :param src: the peer whose tensors all get.
+        :param step: a tag that all peers' calls must share; it grows. Default: none.
+        :param deadline: seconds; default: the channel's.
         """
         return self._post("broadcast", tensors, root=("src", src), step=step, deadline=deadline)
 
@@ -137,7 +147,12 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Like :meth:`all_reduce`, but only ``dst``'s tensors are changed."""
+        """Reduce elementwise over all peers, in place, into ``dst``'s tensors alone.
+
+        :param op: as of :meth:`all_reduce`: sum, mean, min or max; default sum.
+        :param step: a tag that all peers' calls must share; it grows. Default: none.
+        :param deadline: seconds; default: the channel's.
+        """
         return self._post("reduce", tensors, op=op, root=("dst", dst), step=step, deadline=deadline)
 
     def all_gather(
@@ -155,6 +170,8 @@ class Collectives:
         :param out: tensors to write into: those of the first participant, then of the
             next, in the order of members. Those of a lost member stay unchanged.
             Default: new tensors.
+        :param step: a tag that all peers' calls must share; it grows. Default: none.
+        :param deadline: seconds; default: the channel's.
         """
         return self._post("all_gather", tensors, out, step=step, deadline=deadline)
 
@@ -167,7 +184,12 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Like :meth:`all_gather`, but only ``dst`` gets the outputs."""
+        """Give all peers' tensors to ``dst``, in its ``receipt.outputs`` by member.
+
+        :param out: on ``dst``, tensors to write into, as of :meth:`all_gather`.
+        :param step: a tag that all peers' calls must share; it grows. Default: none.
+        :param deadline: seconds; default: the channel's.
+        """
         return self._post("gather", tensors, out, root=("dst", dst), step=step, deadline=deadline)
 
     def scatter(
@@ -186,6 +208,8 @@ class Collectives:
 
         :param tensors: on ``src`` one tensor for each participant; None on the others.
         :param out: the tensor to write into; default: a new one.
+        :param step: a tag that all peers' calls must share; it grows. Default: none.
+        :param deadline: seconds; default: the channel's.
         """
         return self._post("scatter", tensors, out, root=("src", src), step=step, deadline=deadline)
 
@@ -206,13 +230,19 @@ class Collectives:
         :param tensors: one for each participant, in the order of members.
         :param op: sum, mean (floating dtypes), min or max; default sum.
         :param out: the tensor to write into; default: a new one.
+        :param step: a tag that all peers' calls must share; it grows. Default: none.
+        :param deadline: seconds; default: the channel's.
         """
         return self._post("reduce_scatter", tensors, out, op=op, step=step, deadline=deadline)
 
     def send(
         self, tensors: Tensors, dst: Peer, *, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
-        """Send to one peer, which calls :meth:`recv`; other peers need not call."""
+        """Send to one peer, which calls :meth:`recv`; other peers need not call.
+
+        :param step: a tag that the peer's call must share; it grows. Default: none.
+        :param deadline: seconds; default: the channel's.
+        """
         return self._post("send", tensors, root=("dst", dst), step=step, deadline=deadline)
 
     def recv(
@@ -222,16 +252,22 @@ class Collectives:
 
         :param tensors: tensors to write into, of the shapes and dtypes sent; default:
             new CPU tensors.
+        :param step: a tag that the peer's call must share; it grows. Default: none.
+        :param deadline: seconds; default: the channel's.
         """
         return self._post("recv", None, tensors, root=("src", src), step=step, deadline=deadline)
 
     def barrier(self, *, step: int | None = None, deadline: float | None = None) -> Pending[Receipt]:
-        """Return a Pending that resolves when every peer has called this method."""
+        """Return a Pending that resolves when every peer has called this method.
+
+        :param step: a tag that all peers' calls must share; it grows. Default: none.
+        :param deadline: seconds; default: the channel's.
+        """
         return self._post("barrier", None, step=step, deadline=deadline)
 
 
 def _fail(text: str, hint: str) -> NoReturn:
-    """Raise a UsageError."""
+    """Raise a UsageError with ``text``, and with the remedy ``hint``."""
     raise errors.UsageError(text, hint=hint)
 
 
@@ -240,7 +276,7 @@ def _tensors(kind: str, given: Tensors | None) -> tuple[torch.Tensor, ...]:
 
     Subclasses of Tensor come as plain tensors over the same memory.
 
-    :raises replicas.errors.UsageError: they are none, or unusable.
+    :raises replicas.errors.UsageError: there is no tensor, or one is unusable.
     """
     if not isinstance(given, (torch.Tensor, Iterable)):
         _fail(f"{kind} was given a {type(given).__name__}", "pass a tensor or a sequence of them")
@@ -256,6 +292,7 @@ def _tensors(kind: str, given: Tensors | None) -> tuple[torch.Tensor, ...]:
 def _usable(kind: str, number: int, tensor: object) -> torch.Tensor:
     """Return the tensor, a subclass as a plain tensor over the same memory.
 
+    :param kind: name of the operation, for the error.
     :param number: index of the tensor in the call, for the error.
     :raises replicas.errors.UsageError: the tensor has no dense memory.
     """
@@ -272,7 +309,10 @@ def _usable(kind: str, number: int, tensor: object) -> torch.Tensor:
 
 
 def _check_op(kind: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise UsageError for an unknown ``op``, or the mean of integer tensors."""
+    """Raise UsageError for an unknown ``op``, or the mean of integer tensors.
+
+    :param kind: name of the operation, for the error.
+    """
     if not isinstance(op, str) or op not in get_args(ReduceOp):
         _fail(f"{kind}: unknown op {shown(op)}", "use sum, mean, min or max")
     if op == "mean":

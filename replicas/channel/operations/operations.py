@@ -80,7 +80,12 @@ class RankOperations(Part):
     def start(self, operation: OperationCall, deadline_s: float) -> Promise[Receipt]:
         """Caller's thread: copy the inputs, and have the operation posted.
 
-        If it raises, nothing was posted.
+        Posted means: sent to the coordinator, which matches it with the peers' calls.
+        Does not wait for them. If it raises, nothing was posted.
+
+        :param deadline_s: seconds for the whole operation.
+        :raises replicas.errors.Gone: an earlier operation of unknown outcome succeeded.
+        :raises replicas.errors.NoCapacity: there is no memory for the copy.
         """
         if operation.kind not in ("send", "recv"):
             self._unknown.check_collected()
@@ -98,7 +103,7 @@ class RankOperations(Part):
         return job.pending
 
     def _scratch(self, operation: OperationCall) -> Scratch:
-        """Return the GPU's buffers if tensors and slots are on it, or the host's."""
+        """Return the pool of buffers: on the GPU of tensors and slots, or host."""
         device = self._hub.device if operation.gpu else ""
         return self._scratches.setdefault(device, Scratch(f"replicas-{self._hub.name}", device))
 
@@ -109,13 +114,13 @@ class RankOperations(Part):
     # ------------------------------------------------------------ session thread
 
     def close(self) -> None:
-        """Drop results that no caller collected, and free the idle buffers."""
+        """Drop results that no caller waited for, and free the idle buffers."""
         self._unknown.close()
         for scratch in list(self._scratches.values()):
             scratch.close()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return the handlers of this part by message type."""
+        """Return the functions that handle the coordinator's messages, by type."""
         return {
             wire.OperationGo: self._start_attempt,
             wire.OperationEnd: self._ended,
@@ -130,8 +135,8 @@ class RankOperations(Part):
         # no coordinator has seen these
         unsent = [job for job in self._jobs.values() if job.outage and job.outage == self._hub.down_since]
         for job in [job for job in self._jobs.values() if job not in unsent]:
-            text = f"the coordinator was replaced during the {job.operation.kind}"
-            lost = f"{text}: it did not happen here"
+            text = f"the coordinator was restarted during the {job.operation.kind}"
+            lost = f"{text}, which did not happen on this peer"
             error = self._hub.error(errors.Disconnected, lost, phase="wait", hint="call it again")
             self._end_without_verdict(job, error, text)
         for job in unsent:
@@ -143,9 +148,9 @@ class RankOperations(Part):
             self._end(job, error)
 
     def _post(self, job: Job) -> None:
-        """Session thread: number the job, start its timer, and send its message.
+        """Session thread: number the operation, start its timer, send OperationPost.
 
-        Ends the job if the session is over.
+        Ends it instead if the session is over.
         """
         hub = self._hub
         if hub.over is not None:
@@ -191,7 +196,7 @@ class RankOperations(Part):
         job, member = self._jobs.get(go.post), self._hub.member
         earlier = job.attempt if job is not None else None
         if job is None or (earlier is not None and go.attempt <= earlier.go.attempt):
-            text = f"the call {go.post} of {member} has ended there"
+            text = f"the call number {go.post} of {member} has ended on that peer"
             error = self._hub.error(errors.Gone, text, phase="go", members=[member.name], hint="call it again")
             self._hub.send(wire.OperationFailed(go.operation, wire.WireError.of(error)))
             return
@@ -205,7 +210,8 @@ class RankOperations(Part):
     async def _run(self, job: Job, attempt: OperationAttempt) -> None:
         """Run one attempt, send OperationDone or OperationFailed, and free its buffers.
 
-        Keeps the buffers if a sidecar that uses them does not die.
+        Waits for its turn on the lane (process group). Keeps the buffers if a sidecar
+        that uses them does not die.
         """
         hub, lane, operation = self._hub, None, attempt.go.operation
         answer: wire.OperationDone | wire.OperationFailed
@@ -223,7 +229,7 @@ class RankOperations(Part):
             job.said_done = isinstance(answer, wire.OperationDone)
             hub.send(answer)
         if isinstance(answer, wire.OperationFailed) and lane is not None and not await lane.gone():
-            logger.warning("%s: keeping the memory of a %s: its sidecar did not die", hub.name, job.operation.kind)
+            logger.warning("channel %s: keeping memory of a %s, as its sidecar lives", hub.name, job.operation.kind)
             return
         attempt.running = False
         job.running -= 1
@@ -232,7 +238,10 @@ class RankOperations(Part):
         self._release(job)
 
     async def _collective(self, lane: SidecarLane, job: Job, attempt: OperationAttempt) -> None:
-        """Wait for the lane's sidecar to run the attempt."""
+        """Get an output buffer, and wait until the lane's sidecar has run the attempt.
+
+        A lane is a process group; the caller holds its turn.
+        """
         go, operation = attempt.go, job.operation
         outputs = operation.output_segments(go, attempt.me)
         nbytes = segment_layout(outputs)[1] if outputs else 0
@@ -244,7 +253,10 @@ class RankOperations(Part):
         await lane.run(left, operation.kind, operation.reduce_op, job.inputs, attempt.outputs)
 
     def _as_wire(self, error: BaseException) -> wire.WireError:
-        """Convert an attempt's error; a refusal by the sidecar becomes a UsageError."""
+        """Convert an attempt's error; a refusal by the sidecar becomes a UsageError.
+
+        A refusal comes before any byte has moved.
+        """
         if isinstance(error, SidecarFailed) and not error.over:  # refused before any bytes moved: a retry cannot help
             error = errors.UsageError(str(error), channel=self._hub.name, phase="transfer")
         return as_wire_error(error, channel=self._hub.name, phase="transfer")
@@ -291,7 +303,10 @@ class RankOperations(Part):
             return self._cannot_write(job, error)
 
     def _cannot_write(self, job: Job, error: BaseException) -> errors.ReplicasError:
-        """Return the error of a job whose results could not be written."""
+        """Return (do not raise) the error of a job whose results were not written.
+
+        :param error: what the write raised.
+        """
         found = as_wire_error(error, channel=self._hub.name, phase="write").exception()
         if isinstance(found, errors.InternalError) and not isinstance(error, errors.InternalError):
             text = f"cannot write the results of the {job.operation.kind}: {type(error).__name__}: {text_of(error)}"
@@ -330,7 +345,7 @@ class RankOperations(Part):
         self._release(job)
 
     def _release(self, job: Job) -> None:
-        """Return an ended job's buffers to the pool, once no attempt runs."""
+        """If a job is over and no attempt runs, return its buffers to the pool."""
         if not job.over or job.running:
             return
         scratch = self._scratch(job.operation)
@@ -340,6 +355,6 @@ class RankOperations(Part):
             self._give_outputs(job, job.attempt)
 
     def _give_outputs(self, job: Job, attempt: OperationAttempt) -> None:
-        """Return an attempt's output buffer, if any, to the pool of buffers."""
+        """Return the output buffer of ``attempt``, if any, to the pool of buffers."""
         outputs, attempt.outputs = attempt.outputs, None
         self._scratch(job.operation).give(outputs, spoiled=job.spoiled)

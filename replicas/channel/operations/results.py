@@ -61,7 +61,7 @@ class OperationCall:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Dtypes and shapes to post: of ``inputs`` or, without any, of ``targets``."""
+        """Dtypes and shapes, for the message: of ``inputs``, or else of ``targets``."""
         return segments_of(self.inputs or self.targets or ())
 
     @cached_property
@@ -80,7 +80,8 @@ class OperationCall:
     def written(self, member: Member, *, each: bool) -> tuple[torch.Tensor, ...]:
         """Return the caller's tensors that a success writes on ``member``.
 
-        :param each: the root of a lane has the caller's own rank, instead of rank 0.
+        :param each: ranks of one number form a lane: a root without a rank means the
+            member's own rank of that replica, instead of rank 0.
         """
         names = {member.name, member.replica_name if each or not member.rank else ""}
         if (self.kind, self.root in names) in _WITHOUT_RESULTS:
@@ -97,14 +98,15 @@ class OperationCall:
 
     @property
     def quick(self) -> bool:
-        """True if the results are small enough for the session thread to write."""
+        """True if the session thread may write the results: few bytes, on the CPU."""
         small = self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
         return small and all(type(one) in _PLAIN for one in self.inputs)  # subclasses may run any code
 
     def output_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
-        """Return dtypes and shapes of participant ``me``'s output buffer.
+        """Return dtypes and shapes of the output buffer of one participant.
 
         :param go: the coordinator's start message, with all participants' segments.
+        :param me: index of the participant in it.
         :raises replicas.errors.RanksDisagree: the caller's tensors do not fit.
         """
         self._targets(go, self._result_segments(go, me))
@@ -113,7 +115,10 @@ class OperationCall:
         return self._result_segments(go, me)
 
     def _result_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
-        """Return dtypes and shapes of participant ``me``'s results, () for none."""
+        """Return dtypes and shapes of participant ``me``'s results, () for none.
+
+        :param go: the coordinator's start message, with all participants' segments.
+        """
         if (self.kind, me == go.root) in _WITHOUT_RESULTS:
             return ()
         match self.kind:
@@ -157,10 +162,14 @@ class OperationCall:
     def finish(self, data: ReceiptData, go: OperationGo, me: int, outputs: Buffer | None) -> Receipt:
         """Any thread: write the results into the caller's tensors, or into new ones.
 
+        Waits for the copies, also on a GPU.
+
         :param data: the receipt's data from the coordinator.
+        :param go: the coordinator's start message of the attempt that succeeded.
         :param me: this member's index among the participants.
         :param outputs: buffer with the results; None without results.
         :returns: the receipt, with the tensors.
+        :raises replicas.errors.UsageError: a tensor was changed since the call.
         """
         found = self._result_segments(go, me)
         data = msgspec.structs.replace(data, nbytes=_nbytes(self.segments or found))
@@ -197,6 +206,8 @@ def _place(go: OperationGo, participant: int) -> int:
     """Return a participant's index among the participants of the first attempt.
 
     Members lost since then do not change it.
+
+    :param participant: its index in ``go``, which starts a later attempt.
     """
     return go.places[participant] if go.places else participant
 
@@ -261,7 +272,10 @@ class Job:
 
     @property
     def ref(self) -> str:
-        """The coordinator's id of the operation, unique over restarts; "" before Go."""
+        """The coordinator's id of the operation, unique over restarts, or "".
+
+        It is empty until the coordinator has started the operation.
+        """
         return self.attempt.go.ref if self.attempt is not None else ""
 
 
@@ -295,7 +309,7 @@ class Unknown:
                 job.told = True
                 raise self._hub.error(
                     errors.Gone,
-                    f"an earlier {job.operation.kind} (operation {job.ref}) of unknown outcome did succeed, "
+                    f"an earlier {job.operation.kind} (operation {job.ref}) of unknown outcome has succeeded, "
                     "and its results have not been written here",
                     phase="commit",
                     members=[self._hub.member.name],
@@ -304,7 +318,10 @@ class Unknown:
                 )
 
     def keep(self, job: Job) -> None:
-        """Keep a job's outputs for a later verdict; drop the oldest beyond 4."""
+        """Keep a job's outputs for a later verdict; drop the oldest beyond 4.
+
+        A later wait for the dropped one raises Gone.
+        """
         job.kept = True
         self._kept = (*self._kept, job)
         if len(self._kept) > KEPT_RESULTS:
@@ -315,13 +332,13 @@ class Unknown:
 
     def close(self) -> None:
         """Drop the kept outputs; a later wait for one of these results raises Gone."""
-        error = self._hub.error(errors.Gone, "the channel was closed before the results were waited for", hint="")
+        error = self._hub.error(errors.Gone, "the channel was closed before anyone waited for the results", hint="")
         for job in self._kept:
             job.pending.abandon(error)
             self._let_go(job)
 
     def mark_told(self, refs: tuple[str, ...]) -> None:
-        """Record known successes, for which :meth:`check_collected` does not raise.
+        """Note that the caller knows of results to collect: no Gone for them.
 
         :param refs: the coordinator's ids of the operations.
         """
@@ -329,13 +346,19 @@ class Unknown:
             job.told = job.told or job.ref in refs
 
     def late_verdict(self, post: int, receipt: ReceiptData | None, error: WireError | None) -> None:
-        """Give the kept operation of this ``post`` its outcome, if there is one."""
+        """Give the kept operation of number ``post``, if any, its outcome.
+
+        :param receipt: of a success, else None. ``error``: of a failure, else None.
+        """
         for job in self._kept:
             if job.post == post:
                 self._apply_outcome(job, receipt, error)
 
     def settled(self, message: OperationSettled) -> None:
-        """Handle the coordinator's answer on whether a kept operation happened."""
+        """Handle the coordinator's answer on whether a kept operation happened.
+
+        Does nothing for an operation that is not kept.
+        """
         job = next((job for job in self._kept if job.ref == message.ref), None)
         if job is None or job.attempt is None:
             return
@@ -344,12 +367,15 @@ class Unknown:
             receipt = ReceiptData(self._hub.epoch, job.attempt.go.participants, (), 0, seconds, {})
             self._apply_outcome(job, receipt, None)
         else:
-            text = f"the {job.operation.kind} did not happen: its coordinator was lost before it had sent a verdict"
+            text = f"the {job.operation.kind} did not happen: the coordinator was lost before it had decided"
             error = self._hub.error(errors.SyncError, text, phase="commit", hint="call it again")
             self._apply_outcome(job, None, WireError.of(error))
 
     def _apply_outcome(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
-        """Have the next wait write the results, or (with ``error``) raise the error."""
+        """Have the next wait write the results, or (with ``error``) raise the error.
+
+        :param receipt: of a success, else None.
+        """
         if job.attempt is not None and receipt is not None:
             if job.pending.settle_by(partial(self._collect, job, job.attempt, receipt)):
                 self._applied(job.ref)
@@ -358,7 +384,10 @@ class Unknown:
             self._let_go(job)
 
     def _collect(self, job: Job, attempt: OperationAttempt, data: ReceiptData) -> Receipt:
-        """Write the results, on the thread that waits again; return the receipt."""
+        """Write the results, on the thread that waits again; return the receipt.
+
+        :param attempt: the one that succeeded, with its buffer of outputs.
+        """
         receipt = job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
         self._hub.call(self._let_go, job)
         return receipt

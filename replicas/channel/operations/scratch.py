@@ -45,7 +45,9 @@ class Scratch:
         self._closed = False
 
     def take_buffer(self, nbytes: int) -> Buffer:
-        """Return an idle buffer of at least ``nbytes``, or allocate one.
+        """Remove an idle buffer of at least ``nbytes`` and return it, or allocate one.
+
+        The caller owns the buffer until :meth:`give`.
 
         :raises NoCapacity: there is no memory, even without the idle buffers.
         """
@@ -61,7 +63,7 @@ class Scratch:
             return allocate()
 
     def take_idle(self, nbytes: int) -> Buffer | None:
-        """Return an idle buffer of ``nbytes`` to twice that, or None."""
+        """Remove and return an idle buffer of ``nbytes`` to twice that, or None."""
         return locked(self._lock, self._take_idle, _rounded(nbytes))
 
     def _take_idle(self, wanted: int) -> Buffer | None:
@@ -188,6 +190,7 @@ def copy_out(
     :param gpu: UUID of the GPU of the targets; empty: copy on the CPU.
     :param results: views of the buffer ``source``.
     :param after: events that the copy on a GPU waits for.
+    :raises UsageError: a target has no memory, or another shape.
     """
     if not gpu:
         copy_each(usable(targets, results), results, load=True)

@@ -33,18 +33,20 @@ class Carriers(Part):
         self._told: Carrier | None = None
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return the handlers of this part by message type."""
+        """Return the functions that handle the coordinator's messages, by type."""
         return {LaneAhead: self._handle_lane_ahead}
 
     def new_term(self) -> None:
-        """Report the port of a running carrier to the new coordinator."""
+        """Send the port of the running carrier, if any, to the new coordinator."""
         if self._told is not None and self._told.usable:
             self._announce(self._told)
 
     def _handle_lane_ahead(self, message: LaneAhead) -> None:
-        """Start the carrier, or prepare a sidecar, to send bytes to other hosts.
+        """Start what will send bytes to other hosts: this is expected soon.
 
-        Does nothing on a source's rank that sends no bytes.
+        That is the carrier (a transfer server) or, on a channel that uses process
+        groups, a spare sidecar. Does not wait for it. Does nothing on a source's rank
+        that sends no bytes, but for a note that the channel has several hosts.
         """
         self._hub.several_hosts = True
         settings = self._hub.settings
@@ -56,14 +58,17 @@ class Carriers(Part):
             self._prepare_lanes()
 
     async def _prepare(self) -> None:
-        """Start the carrier process ahead of its use; only log a failure."""
+        """Start the carrier (transfer server) ahead of its use; only log a failure."""
         try:
             await self.get()
         except (OSError, RuntimeError, errors.ReplicasError) as error:
-            logger.warning("%s: cannot start a carrier yet: %s", self._hub.name, error)
+            logger.warning("channel %s: trying again to start a carrier process: %s", self._hub.name, error)
 
     async def get(self) -> Carrier:
-        """Return the listening carrier; start one, and report its port, if needed.
+        """Return the carrier (transfer server) of this process, once it listens.
+
+        Starts the process if none runs, and reports the port of a new one to the
+        coordinator.
 
         :raises replicas.carry.rank_side.CarrierDied: it could not be started.
         """
@@ -74,14 +79,17 @@ class Carriers(Part):
         return carrier
 
     def _announce(self, carrier: Carrier) -> None:
-        """Report the carrier's port to the coordinator now, and its end later."""
+        """Send the carrier's port to the coordinator; have its end reported, too."""
         if carrier is not self._told:
             carrier.ends.append(partial(self._hub.call, self._ended, carrier))
         self._told = carrier
         self._hub.send(CarrierUp(carrier.port, carrier.certificate_hash))
 
     def _ended(self, carrier: Carrier) -> None:
-        """Report the carrier's death; the next :meth:`get` starts another."""
+        """Tell the coordinator (as port 0) that ``carrier`` died; forget it.
+
+        The next :meth:`get` starts another.
+        """
         if carrier is self._told and self._hub.over is None:
             self._told = None
             self._hub.send(CarrierUp(0))

@@ -93,6 +93,7 @@ async def dial(
         owners = token_owners
 
         def __init__(self, *arguments: Any, **options: Any) -> None:  # asyncio makes it when TCP has connected
+            """Call ``reached``: asyncio makes this object when TCP has connected."""
             reached()
             super().__init__(*arguments, **options)
 

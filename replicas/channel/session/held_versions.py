@@ -80,17 +80,26 @@ class ToldVersions:
         self.kept: frozenset[int] = frozenset()
 
     def decisions(self) -> dict[str, Any]:
-        """Return the coordinator's decisions, as fields of a Hello by name."""
+        """Return what the coordinator has decided, as far as known here, by name.
+
+        These are fields of a Hello, for a coordinator that has restarted.
+        """
         names = ("latest", "latest_digest", "assigned", "adopted", "unadopted")
         decided = {name: getattr(self, name) for name in names}
         return decided | {"latest_content": self.contents.get(self.latest, 0)}
 
     def content(self, version: int) -> int:
-        """Return the version whose bytes ``version`` has: that of its slot."""
+        """Return the version whose bytes ``version`` has, and whose slot it uses.
+
+        Mostly that is ``version``; after a rollback it is an older one.
+        """
         return self.contents.get(version, version)
 
     def forget_contents(self) -> None:
-        """Forget the contents of versions that nobody asks for."""
+        """Drop the entries of :attr:`contents` of old versions.
+
+        Keeps those of the newest, the assigned and the labelled versions.
+        """
         known = {self.latest, self.assigned, *self.labels.values()}
         self.contents = {one: content for one, content in self.contents.items() if one in known or one > self.latest}
 
@@ -118,9 +127,11 @@ class HeldVersions(ToldVersions):
         self._device = ""
 
     def open(self, slots: int, device: str = "") -> None:
-        """Make the arena of ``slots`` slots, on GPU ``device`` or (if "") on the host.
+        """Make the arena: memory for ``slots`` versions, on GPU ``device`` or host.
 
-        Memory is allocated when a slot is first filled.
+        The memory is allocated when a slot (that of one version) is first filled.
+
+        :param device: UUID of the GPU; "" for host memory.
         """
         self._device = device
         self.arena = Arena(
@@ -143,7 +154,7 @@ class HeldVersions(ToldVersions):
             self._wake()
 
     def held(self) -> tuple[HeldVersion, ...]:
-        """Return number, digest, manifest hash and place of each complete version."""
+        """Return number, digest and location of each complete version held here."""
         if not self.opened:
             return ()
         held: list[HeldVersion] = []
@@ -159,8 +170,10 @@ class HeldVersions(ToldVersions):
         return tuple(sorted(self.arena.lent())) if self.opened else ()
 
     def find_pinned(self, version: int) -> Slot | None:
-        """Return the slot with the content of ``version``, pinned; the caller unpins
-        it. Or None."""
+        """Return the slot with the bytes of ``version``, pinned; None if not held.
+
+        The caller must unpin the slot.
+        """
         return self.arena.find_pinned(self.content(version))
 
     def digest(self, version: int) -> str:
@@ -194,9 +207,12 @@ class HeldVersions(ToldVersions):
         self._call(self._wake)  # the version may be complete now
 
     def received(self, slot: Slot, digest: str, meta: Meta, device: str) -> None:
-        """Record a slot that was received, or mapped from another member.
+        """Record a complete slot: received, or mapped from another member's memory.
 
         Its version is protected from eviction until its commit or discard.
+
+        :param digest: of its bytes. ``meta``: the publisher's.
+        :param device: type of the device through which it came, ``cpu`` or ``cuda``.
         """
         version = slot.version
         if not slot.foreign:  # memory of another member is not ours to hold
@@ -212,7 +228,7 @@ class HeldVersions(ToldVersions):
         self.protect()
 
     def committed(self, version: int, digest: str, content: int = 0) -> bool:
-        """Record a commit and return True, or return False if a newer version is known.
+        """Record a commit; return True if it is newer than all commits known so far.
 
         :param digest: digest of the version, or "" if unknown.
         :param content: the older version whose bytes it has; 0: it has its own.
@@ -229,23 +245,25 @@ class HeldVersions(ToldVersions):
         return newest
 
     def release(self, version: int) -> None:
-        """Free the slot of ``version``, now or when its last reader unpins it."""
+        """Stop protecting ``version``, and free its slot, now or with its last pin."""
         self.prepared.discard(version)
         self.publishing.discard(version)
         self.arena.release(version)
         self.protect()
 
     def mark_doubtful(self) -> None:
-        """Mark all held versions without a digest as doubtful, after a new coordinator.
+        """Mark the versions here without a digest as doubtful.
 
-        Such a version must pass :meth:`verify_doubtful` before it counts as committed.
+        A new coordinator may have given the number to other bytes. Such a version must
+        pass
+        :meth:`verify_doubtful` before it counts as committed.
         """
         self.doubtful = {held.version for held in self.held() if not held.digest}
 
     async def verify_doubtful(self, version: int, digest: str) -> bool:
-        """Compute a version's digest on a thread; return True if it is ``digest``.
+        """Digest a version on another thread; return True if that gives ``digest``.
 
-        Also returns True if the version is no longer held.
+        Also returns True if the version is no longer held. Records the digest if right.
         """
         slot = self.arena.find_pinned(version)
         if slot is None:
@@ -259,7 +277,10 @@ class HeldVersions(ToldVersions):
         return found == digest
 
     def protect(self) -> None:
-        """Set which versions to keep; free other slots; wake waits for a slot."""
+        """Recompute which versions are kept; unmap memory not needed; wake waits.
+
+        Call it after each change of what is kept. The waits are those for a free slot.
+        """
         served = {self.content(self.latest), self.content(self.assigned)}
         self.arena.protected = {*served, *self.kept, *self.publishing, *self.prepared} - {0}
         self.arena.trim()
@@ -267,13 +288,13 @@ class HeldVersions(ToldVersions):
         self._wake()
 
     def set_labels(self, labels: dict[str, int], kept: tuple[int, ...]) -> None:
-        """Record the labels, and the contents that must not be evicted."""
+        """Record the version of each label, and those that must be ``kept``."""
         self.labels, self.kept = labels, frozenset(kept)
         self.forget_contents()
         self.protect()
 
     def _wake(self) -> None:
-        """Set :attr:`changed`, to wake all waits for a slot, and replace the event."""
+        """Set the event :attr:`changed`, to wake all waits for a slot; renew it."""
         self.changed.set()
         self.changed = asyncio.Event()  # earlier waiters have the old event
 
@@ -311,9 +332,12 @@ class Loans:
         return len(self._lent)
 
     def lend(self, holder: Holder, take_back: Callable[[], object]) -> weakref.ref[Holder]:
-        """Record a loan; return its weak reference to ``holder``.
+        """Record that ``holder`` has a loan; return a weak reference to it.
 
-        ``take_back`` runs once: at :meth:`give_back`, or after ``holder`` has died.
+        A loan is a resource of the channel that a user's thread uses, such as a slot.
+
+        :param take_back: called once: at :meth:`give_back`, or after ``holder`` was
+            garbage-collected.
         """
         known = weakref.ref(holder, self._gone.append)  # C code: no signal handler runs in it
         self._lent[id(known)] = (known, take_back)  # by id: weak references compare as what they refer to
@@ -327,23 +351,23 @@ class Loans:
             take_back()
 
     def keep(self, holder: Holder) -> bool:
-        """End the loan without its ``take_back``; return False if there is none."""
+        """End a loan without its ``take_back``; return False if there is none."""
         return self._end(holder) is not None
 
     def sweep(self) -> None:
-        """Run ``take_back`` of all loans whose holders were garbage-collected."""
+        """Take back the loans whose holders were garbage-collected."""
         while self._gone:
             loan = self._lent.pop(id(self._gone.popleft()), None)
             if loan is not None:
                 loan[1]()
 
     def _end(self, holder: Holder) -> Callable[[], object] | None:
-        """Remove a loan; return its ``take_back``, or None if there is no such loan."""
+        """Remove the loan of ``holder``; return its ``take_back``, or None."""
         found = next((number for number, (known, _) in self._lent.items() if known() is holder), None)
         return None if found is None else self._lent.pop(found)[1]
 
     def _look_again(self) -> None:
-        """Start the timer of the next sweep, if anything is lent."""
+        """Schedule the next :meth:`sweep` in a second, if anything is lent."""
         if self._timer is None and self._lent:  # no timer while nothing is lent
             self._timer = self._after(LOOK_S, self._sweep_and_schedule)
 

@@ -50,30 +50,30 @@ class Part:
     """One part of a channel, such as its publishes; by default callbacks do nothing."""
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return the handlers of this part by message type."""
+        """Return the functions that handle the coordinator's messages, by type."""
         return {}
 
     def new_term(self) -> None:
-        """Handle a coordinator that knows nothing: announce open work, end the rest."""
+        """Handle a restarted coordinator: announce the open work, or end it."""
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         """Handle the end of the session for good: end all work with ``error``."""
         self.new_term()
 
     def session_down(self, error: errors.ReplicasError) -> None:
-        """Handle :data:`DOWN_S` without a session: fail waits with ``error``."""
+        """Handle 60 s without a session, repeatedly: fail waits with ``error``."""
 
     def paused(self) -> None:
         """Handle a suspension of this process: earlier messages may be out of date."""
 
     def versions_grown(self) -> None:
-        """Handle another version that is complete here, or a newer commit."""
+        """Handle that another version is complete here, or a newer one committed."""
 
     def settled(self, version: int, committed: bool) -> None:
-        """Handle the commit of ``version``, or (not ``committed``) its discard."""
+        """Handle the verdict on ``version``: it is committed, or else discarded."""
 
     def filled_up_to(self, version: int, nbytes: int) -> None:
-        """Handle growth of a slot being packed: it has the first ``nbytes``."""
+        """Handle growth of a slot being packed: its first ``nbytes`` are valid."""
 
     def slot_wanted(self) -> None:
         """Release optional slots: a publish or receive waits for a free slot."""
@@ -93,6 +93,7 @@ class Hub:
     settings: wire.ChannelSettings
 
     def __init__(self, loop: SessionLoop, hello: wire.Hello, forkserver: str | None) -> None:
+        """Make the state; ``forkserver`` is the socket of the node's forkserver."""
         self.loop = loop
         self.hello = hello
         self.name = name = hello.channel
@@ -119,7 +120,7 @@ class Hub:
         self._down_reason = ""
 
     def start(self, session: Session, parts: tuple[Part, ...]) -> None:
-        """Set the session and the parts, and register the parts' handlers."""
+        """Set the session and the parts, and register their handlers; send nothing."""
         self.session = session
         self._parts = parts
         self.loop.call(self.loop.users.add, self._loop_broken)  # changed on the session thread only
@@ -134,22 +135,25 @@ class Hub:
 
     @property
     def latest(self) -> int:
+        """The newest committed version known here, or 0."""
         return self.held_versions.latest
 
     @property
     def leader(self) -> bool:
+        """True if this is rank 0 of its replica."""
         return self.member.rank == 0
 
     @property
     def gpu(self) -> str:
+        """UUID of the GPU that was current at the join, or ""."""
         return next(iter(self.hello.cuda_devices), "")
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Any thread: call a function on the session thread; errors end the channel."""
+        """Any thread: queue a call on the session thread; errors end the channel."""
         self.loop.call(self._guarded, function, *args)
 
     def after(self, delay_s: float, function: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
-        """Session thread: call ``function(*args)`` later."""
+        """Session thread: call a function after ``delay_s``; errors end the channel."""
         return self.loop.loop.call_later(max(0.0, delay_s), self._guarded, function, *args)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -157,25 +161,30 @@ class Hub:
         return self.loop.spawn(self._guarded_task(coroutine), f"{self.name}: {name}")
 
     def send(self, message: wire.FromMember) -> None:
-        """Session thread: queue a message; a UsageError ends only the caller's work."""
+        """Session thread: queue a message; raise UsageError if it is too large."""
         if self.over is None:
             self.session.send(message)
 
     def error(self, kind: type[errors.ReplicasError], message: str, **fields: Any) -> errors.ReplicasError:
+        """Return (do not raise) an error of type ``kind`` that names this channel."""
         return kind(message, channel=self.name, **fields)
 
     def overdue_error(self, what: str, deadline_s: float, wanted: float = 0) -> errors.ReplicasError:
-        """Return the error of ``what``, late: it needs a version from ``wanted`` on."""
+        """Return DeadlineExceeded for ``what`` (a text); Disconnected if offline.
+
+        :param wanted: the oldest version that would end a wait; 0 if it is no such
+            wait.
+        """
         if not self.session.connected:
             for_s, where = time.monotonic() - self.down_since, f"{self.session.endpoint} for"
-            text = f"{what}: no session with the coordinator at {where} {for_s:.0f} s ({self._down_reason})"
+            text = f"{what} did not end: no session with the coordinator at {where} {for_s:.0f} s ({self._down_reason})"
             return self.error(errors.Disconnected, text)
-        lack = f": no version from {wanted} on is published (the newest version is {self.latest})"
-        text, hint = (lack, "see what its source does") if wanted > self.latest else ("", None)
+        lack = f": version {wanted} or a newer one is not published yet (the newest is {self.latest})"
+        text, hint = (lack, "see what the source of the channel does") if wanted > self.latest else ("", None)
         return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s{text}", hint=hint)
 
     def pending(self, what: str) -> Promise[Any]:
-        """Make a Promise that fails, at the latest, when the session thread ends."""
+        """Make a Promise of ``what`` (a text), failed if the session thread ends."""
         return Promise(f"{what} on {self.name}", self.loop.end)
 
     def tell(self, event: Callable[Concatenate[Any, _P], None], *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -210,15 +219,18 @@ class Hub:
             self.send(wire.Progress(self._step))
 
     def progress(self, step: int) -> None:
-        """Any thread: send ``step`` with the next heartbeat."""
+        """Any thread: have the user's training step sent with the next heartbeat."""
         self._step = step
 
     def welcomed(self, welcome: wire.Welcome, resumed: bool) -> None:
-        """Take over settings and versions; announce open work unless ``resumed``."""
+        """Take over settings and versions from a Welcome; make the slots if first.
+
+        Announces all open work to a new coordinator (neither first nor ``resumed``).
+        """
         first = not self.held_versions.opened
         if not first and welcome.settings.staging != self.settings.staging:
             now = welcome.settings.staging
-            text = f'the slots of this member do not fit the new staging = "{now}" of the coordinator'
+            text = f'the memory of this process does not fit staging = "{now}", which the coordinator now has'
             self._end(self.error(errors.Preflight, text, phase="join", hint="restart all replicas with the new config"))
             return
         self.settings = welcome.settings
@@ -236,7 +248,7 @@ class Hub:
 
     def _new_coordinator(self) -> None:
         """Announce state and open work, of which a new coordinator knows nothing."""
-        logger.warning("%s: reconnected to a restarted coordinator; reporting unfinished operations", self.name)
+        logger.warning("channel %s: continuing unfinished operations with a restarted coordinator", self.name)
         self._step_sent = 0  # so that the next heartbeat sends it again
         self._locates += 1  # the new coordinator must not get an answer to the old one's Locate
         self.held_versions.mark_doubtful()
@@ -261,17 +273,18 @@ class Hub:
             self._guarded(handler, message)
 
     def paused(self) -> None:
+        """Tell all parts that this process was suspended for a while."""
         if self.over is None:
             self._guarded(self.tell, Part.paused)
 
     def disconnected(self, reason: str) -> None:
-        """Note when and why the connection was lost; start the outage timer."""
+        """Note when and why the connection was lost; time a report of long outages."""
         self.down_since = time.monotonic()
         self._down_reason = reason
         self.after(DOWN_S, self._report_long_outage, self.down_since)
 
     def session_over(self, error: errors.ReplicasError) -> None:
-        """End all parts with ``error`` and release all versions; once only."""
+        """End all parts with ``error``, and release all versions; only once."""
         if self.over is not None:
             return
         self.over = error  # first: parts that end must send nothing more
@@ -281,10 +294,10 @@ class Hub:
             try:
                 end()
             except Exception:  # the other parts must still end
-                logger.exception("%s: cannot end a part of the channel", self.name)
+                logger.exception("channel %s: going on after a bug in its end; please report this", self.name)
 
     def _report_long_outage(self, outage: float) -> None:
-        """Fail receives and watches after 60 s without a session, repeatedly."""
+        """Fail receives and watches each 60 s while ``outage`` (its start) lasts."""
         if self.over is None and not self.session.connected and outage == self.down_since:
             self.after(DOWN_S, self._report_long_outage, outage)  # again: more waits may begin
             self.tell(Part.session_down, self.overdue_error("the wait", DOWN_S))
@@ -296,7 +309,7 @@ class Hub:
         self.epoch = message.epoch
 
     def _record_commit(self, version: int, digest: str, content: int = 0) -> None:
-        """Record the committed ``version``; tell all parts if it is the newest."""
+        """Record a commit (``content``: whose bytes it has); tell parts if newest."""
         if self.held_versions.committed(version, digest, content):
             self.tell(Part.versions_grown)
 
@@ -314,17 +327,18 @@ class Hub:
         self.tell(Part.settled, version, True)
 
     async def _compare(self, version: int, digest: str) -> None:
-        """Drop a doubtful version if its bytes do not have ``digest``."""
+        """Digest a version on another thread; release it if that is not ``digest``."""
         if not await self.held_versions.verify_doubtful(version, digest):
             self._release_wrong_digest(version)
 
     def _release_wrong_digest(self, version: int) -> None:
         """Free a version's slot, and tell the coordinator that it was dropped."""
-        logger.warning("%s: releasing version %d: its digest is not that of the commit", self.name, version)
+        logger.warning("channel %s: dropping version %d: its digest is not that of the commit", self.name, version)
         self.held_versions.release(version)
         self.send(wire.Dropped(version))
 
     def _handle(self, message: wire.FromCoordinator) -> None:
+        """Record what a message tells of versions here, or answer what it asks."""
         match message:
             case wire.Assigned():
                 self.set_assigned(message.version)
@@ -342,7 +356,10 @@ class Hub:
                 self.arena.released(message.version)
 
     async def _locate(self, beacons: tuple[wire.Beacon, ...], number: int) -> None:
-        """Find the first beacon that is on this host; report its index or -1."""
+        """Find the first of ``beacons`` that is on this host; send its index, or -1.
+
+        :param number: of the question; nothing is sent if a newer one has come.
+        """
         try:
             found = await asyncio.to_thread(find, beacons)  # may block on another process
         except RuntimeError:  # no thread can be started
@@ -352,10 +369,10 @@ class Hub:
         self.send(wire.Located(found))
         if found < 0 and not self._told_apart:
             self._told_apart = True
-            logger.warning("%s: %s", self.name, _APART)
+            logger.warning("channel %s: %s", self.name, _APART)
 
     def set_assigned(self, version: int) -> None:
-        """Session thread: protect the version that this rank is to load, or 0."""
+        """Session thread: keep ``version`` (0: none), which this rank loads next."""
         self.held_versions.assigned = version
         self.held_versions.protect()
 
@@ -367,6 +384,7 @@ class Hub:
             self._end_for_bug(error)
 
     async def _guarded_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Await ``coroutine``; an exception is a bug, and ends the channel."""
         try:
             await coroutine
         except (asyncio.CancelledError, GeneratorExit):
@@ -381,7 +399,7 @@ class Hub:
 
     def _end_for_bug(self, error: BaseException) -> None:
         """Log ``error`` as a bug, and end the channel with InternalError."""
-        logger.error("%s: ending the channel because of a bug", self.name, exc_info=error)
+        logger.error("ending channel %s because of a bug; please report this", self.name, exc_info=error)
         if lacks_threads(error):
             error = self.error(errors.NoCapacity, no_process())
         elif not isinstance(error, errors.InternalError):
@@ -395,7 +413,10 @@ class Hub:
 
 
 def as_wire_error(error: BaseException, *, channel: str, phase: str, version: int | None = None) -> wire.WireError:
-    """Convert an exception to a WireError; an unknown type becomes an InternalError."""
+    """Convert an exception for a message; an unknown type becomes an InternalError.
+
+    :param phase: name of the work that failed, such as ``transfer``, for the error.
+    """
     if isinstance(error, errors.ReplicasError):
         return wire.WireError.of(error)
     if isinstance(error, SidecarFailed):
@@ -403,11 +424,11 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
     text = text_of(error) or type(error).__name__
     kind: type[errors.ReplicasError]
     if isinstance(error, PullFailed):
-        kind, text = errors.SyncError, f"the pull failed: {text}"
+        kind, text = errors.SyncError, f"fetching the version from other hosts failed: {text}"
     elif isinstance(error, HelperDied):  # a sidecar, or a carrier
         kind = errors.SyncError
     elif isinstance(error, TimeoutError):
-        kind, text = errors.DeadlineExceeded, f"{phase} did not end in time"
+        kind, text = errors.DeadlineExceeded, f"{phase} did not end before its deadline"
     elif isinstance(error, OSError):
         kind = errors.WorldError
     elif "after shutdown" in text or "interpreter shutdown" in text:  # concurrent.futures has no type for it

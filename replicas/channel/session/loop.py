@@ -77,6 +77,7 @@ class SessionLoop:
     """The thread with the asyncio loop of all channels (:func:`session_loop`)."""
 
     def __init__(self) -> None:
+        """Make the loop; :meth:`start_thread` starts the thread that runs it."""
         self.pid = os.getpid()
         self.fds: set[int] = set()
         """Descriptors that a forked child must not keep open."""
@@ -139,7 +140,10 @@ class SessionLoop:
             self.end.set()
 
     def _handle_unexpected_end(self, error: BaseException | None) -> None:
-        """Log that the loop has ended by ``error``; end all open channels."""
+        """Log that the loop has ended; end all open channels with an error.
+
+        :param error: what the loop raised; None if it was stopped.
+        """
         self._ends += 1
         self.end.error = _loop_ended(error)
         logger.critical("%s", self.end.error.message, exc_info=error)
@@ -147,11 +151,14 @@ class SessionLoop:
             try:
                 end(_loop_ended(error))
             except BaseException:
-                logger.exception("cannot end a channel")
+                logger.exception("going on after a bug in closing a channel; please report this")
 
     @property
     def alive(self) -> bool:
-        """True if calls will run; ``Thread.is_alive`` is wrong after an interrupt."""
+        """True while queued calls will run, that is, until the thread ends.
+
+        (``Thread.is_alive`` is wrong after an interrupt.)
+        """
         return self._begun and not self._over and not self._stopping
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
@@ -163,8 +170,9 @@ class SessionLoop:
             self.loop.call_soon_threadsafe(function, *args)
 
     def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None) -> T:
-        """Other threads: run the coroutine of ``make`` on the loop; return its value.
+        """Other threads: run a coroutine on the loop; block for its value.
 
+        :param make: called on the loop; returns the coroutine.
         :param timeout_s: limit in seconds; None if the coroutine has a deadline of its
             own, and gives its result an owner, so that an interrupt loses nothing.
         :raises TimeoutError: it took longer than ``timeout_s``. If the wait fails for
@@ -184,18 +192,18 @@ class SessionLoop:
 
     @staticmethod
     async def _resolve_from(pending: Promise[T], make: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        """Await the coroutine of ``make``; end ``pending`` with its outcome."""
+        """Await the coroutine of ``make()``; end ``pending`` with its outcome."""
         try:
             pending.resolve(await make())
         except asyncio.CancelledError:
-            pending.fail(errors.Gone("the call was cancelled", hint=""))
+            pending.fail(errors.Gone("the call was cancelled before its end", hint=""))
             raise
         except BaseException as error:  # noqa: BLE001  # for the waiter
             # a SystemExit or the like must not end the waiting threads
             pending.fail(error if isinstance(error, Exception) else _as_internal(error))
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Session thread: start a task; an unhandled error is logged as a bug."""
+        """Session thread: start a task named ``name``; log an unhandled error."""
         task = self.loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -205,7 +213,7 @@ class SessionLoop:
         """Forget an ended task, and log its unhandled error."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("task %s failed; please report this", task.get_name(), exc_info=error)
+            logger.error("going on after a bug in task %s; please report this", task.get_name(), exc_info=error)
 
     async def forkserver(self, name: str | None) -> Forkserver:
         """Return a connection to a forkserver: a process that forks sidecars.
@@ -225,17 +233,18 @@ class SessionLoop:
         return await asyncio.shield(task)
 
     async def _connected(self, name: str | None) -> Forkserver:
-        """Connect to forkserver ``name``, or to one that this process keeps.
+        """Return a new connection to forkserver ``name`` (None: to one of our own).
 
-        That one is for a process without an agent, or whose agent has ended or is of
-        another release. Registers the connection's descriptors.
+        Starts one of our own also if that of ``name`` (of the node's agent) has ended,
+        or is of another release. Adds the connection's descriptors to
+        :attr:`inherited`.
         """
         try:
             forkserver = await Forkserver.connect(name or self._keep_forkserver())
         except Unusable as error:
             if not name:
                 raise
-            logger.warning("starting a forkserver of 150 MB for this process: %s", error)
+            logger.warning("starting a forkserver (150 MB) of this process alone: %s", error)
             forkserver = await Forkserver.connect(self._keep_forkserver())
         self.inherited.add(forkserver)
         return forkserver
@@ -243,7 +252,8 @@ class SessionLoop:
     def _keep_forkserver(self) -> str:
         """Return the address of this process's own forkserver; keep one from now on.
 
-        A death signal ends it with the session thread, at the latest.
+        The kernel kills it (by a death signal) when the session thread ends, at the
+        latest.
         """
         if self._own_forkserver is None or self._own_forkserver.over:
             self._own_forkserver = KeptForkserver(os.environ, _log_given_up)
@@ -251,10 +261,11 @@ class SessionLoop:
         return self._own_forkserver.address
 
     async def carrier(self, address: str, port: int, *, encrypt: bool) -> Carrier:
-        """Return the transfer server (carrier) of this process at ``address``.
+        """Return this process's transfer server (carrier), which is a child process.
 
-        Starts a process at the first call, or if the last one ended.
+        Starts it at the first call, or if the last one ended. Channels share it.
 
+        :param address: IP address of this member, at which it listens.
         :param port: the first port to try, or 0 for any.
         :param encrypt: give the carrier a TLS certificate if it has none.
         """
@@ -278,7 +289,10 @@ class SessionLoop:
         return carrier
 
     def close(self) -> None:
-        """Close all channels, helper processes and the loop. Main thread, at exit."""
+        """Main thread, at exit: close all channels, helper processes and the loop.
+
+        Blocks for a few seconds at most, unless a channel takes long to leave.
+        """
         if self._over:
             if self not in _abandoned:
                 self.loop.close()
@@ -288,7 +302,7 @@ class SessionLoop:
         try:
             self.run(self._finish, EXIT_TIMEOUT_S)
         except TimeoutError:
-            logger.warning("the session thread did not end in %s s", EXIT_TIMEOUT_S)
+            logger.warning("no longer waiting for the session thread, which did not end in %s s", EXIT_TIMEOUT_S)
         self.end.error = errors.Gone("this process ends", hint="")
         self._stopping = True
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -297,7 +311,7 @@ class SessionLoop:
             self.loop.close()
 
     async def _finish(self) -> None:
-        """End the forkservers and carriers, and cancel all other tasks."""
+        """End this process's forkservers and carriers; cancel all other tasks."""
         for task in self._forkservers.values():
             if (forkserver := result_of(task)) is not None:
                 forkserver.close()
@@ -318,7 +332,7 @@ class SessionLoop:
 
 
 def _as_internal(error: BaseException) -> errors.InternalError:
-    """Return an InternalError with the type and text of ``error``."""
+    """Return (do not raise) an InternalError with the type and text of ``error``."""
     return errors.InternalError(f"{type(error).__name__}: {text_of(error)}")
 
 
@@ -336,13 +350,13 @@ def _loop_ended(error: BaseException | None) -> errors.ReplicasError:
 
 
 def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error that the asyncio loop reports; its exception handler."""
+    """Log an error that asyncio reports: the loop's exception handler."""
     logger.error("%s", context.get("message"), exc_info=context.get("exception"))
 
 
 def _log_given_up(reason: str) -> None:
     """Log that this process's own forkserver is not started again."""
-    logger.error("this process can form no process groups: its forkserver %s", reason)
+    logger.error("continuing without process groups in this process: its forkserver, which starts helpers, %s", reason)
 
 
 _lock = threading.Lock()
@@ -356,7 +370,7 @@ def session_loop() -> SessionLoop:
 
 
 def _session_loop() -> SessionLoop:
-    """Do :func:`session_loop`, under the lock."""
+    """Return the session loop, started if need be; the caller holds the lock."""
     global _current
     if _current is None or not _current.alive:
         _current = SessionLoop()

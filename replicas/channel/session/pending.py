@@ -136,6 +136,7 @@ class Pending(Generic[T]):
     """
 
     def __init__(self, what: str, session_end: SessionEnd | None = None) -> None:
+        """Make a pending outcome; ``what`` is for texts; ``session_end`` fails it."""
         self._what = what
         self._session_end = session_end or SessionEnd()
         self._pid = os.getpid()
@@ -168,8 +169,7 @@ class Pending(Generic[T]):
             1e9; or this is a forked child; or a coordinator runs on this thread's event
             loop, which would be blocked: ``await`` it instead.
         :raises TimeoutError: the timeout passed; the operation continues.
-        :raises replicas.errors.OutcomeUnknown: the outcome is unknown; wait again
-            later.
+        :raises replicas.errors.OutcomeUnknown: it is not known yet; wait again later.
         :raises replicas.errors.ReplicasError: the operation failed.
         """
         timeout_s = arguments.patience("wait: timeout", timeout)
@@ -187,7 +187,7 @@ class Pending(Generic[T]):
         return self._outcome()
 
     def _wait_ended(self, timeout_s: float | None) -> bool:
-        """Block until there is an outcome; return False after ``timeout_s``."""
+        """Block up to ``timeout_s`` (None: no limit); return True if it has ended."""
         fail = partial(self.done)  # not the method: those of two waits are equal
         self._session_end.add(fail)
         try:
@@ -199,7 +199,7 @@ class Pending(Generic[T]):
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> T:
-        """Do :meth:`wait` without a limit, on the running asyncio or trio loop."""
+        """Await the outcome, under asyncio or trio; return the value or raise."""
         self._check_process()
         while not self._observe_outcome():
             event, waker = _event_of_this_library()
@@ -222,7 +222,7 @@ class Pending(Generic[T]):
             )
 
     def _observe_outcome(self) -> bool:
-        """Return True if there is an outcome, which then counts as observed."""
+        """Do not block: if there is an outcome, mark it observed and return True."""
         return self.done() and locked(self._ending, self._observe)
 
     def _observe(self) -> bool:
@@ -240,7 +240,7 @@ class Pending(Generic[T]):
         except BaseException as failure:  # of a waiting event loop of the program; the other waiters are awake
             if not isinstance(failure, Exception) and threading.current_thread() is threading.main_thread():
                 raise  # perhaps an interrupt, which comes on this thread only
-            logger.exception("%s: cannot wake a waiter", self._what)
+            logger.exception("going on after a bug: cannot wake a waiter of %s; please report this", self._what)
         return is_first
 
     def _put(self, value: T | None, error: BaseException | None) -> bool:
@@ -252,7 +252,7 @@ class Pending(Generic[T]):
         return True
 
     def _outcome(self) -> T:
-        """Run :meth:`Promise.settle_by` work; return the value or raise the error."""
+        """Run work of settle_by, mark as told; return the value or raise the error."""
         if self._work is not None:
             locked(self._working, self._do_work)
         error = self._error
@@ -264,7 +264,7 @@ class Pending(Generic[T]):
             self._told = True
 
     def _do_work(self) -> None:
-        """Under a lock: run the work of :meth:`Promise.settle_by`, once."""
+        """Under a lock: run :meth:`Promise.settle_by` work, once; keep its outcome."""
         work = self._work
         if work is None:
             return  # another thread has done it
@@ -298,13 +298,12 @@ class Promise(Pending[T]):
     def wait_ended(self, timeout_s: float | None = None) -> bool:
         """Wait for the outcome, but do not take it; return False after ``timeout_s``.
 
-        With None the wait ends with the operation, on which the session thread has a
-        timer, or with that thread.
+        With None the wait ends with the operation or the session thread.
         """
         return self._wait_ended(timeout_s)
 
     def wait_for_session(self, timeout_s: float | None = None) -> T:
-        """Do :meth:`wait`, also on a thread whose event loop runs a coordinator.
+        """Do :meth:`wait`, also where a coordinator runs on this thread's event loop.
 
         :raises TimeoutError: ``timeout_s`` has passed.
         """
@@ -391,7 +390,7 @@ class Failures:
             error = promise.untold_error()
             promise.mark_reported()
             if error is not None and found is not None:
-                logger.warning("%s: dropping an earlier failure that no caller waited for: %s", self._name, error)
+                logger.warning("channel %s: dropping an old failure that no caller waited for: %s", self._name, error)
             found = found or error
         return found
 
@@ -411,7 +410,7 @@ def copy_error(error: BaseException) -> BaseException:
 
 
 def _in_task_of(trio: Any) -> bool:
-    """Return True in a trio task (``in_trio_task``, which trio before 0.29 lacks)."""
+    """Return True if this code runs in a trio task; ``trio`` is the module."""
     try:
         trio.lowlevel.current_task()
     except RuntimeError:
@@ -420,13 +419,14 @@ def _in_task_of(trio: Any) -> bool:
 
 
 def _event_of_this_library() -> tuple[Any, Callable[[], None]]:
-    """Return (event, function that sets it from any thread) for asyncio or trio."""
+    """Return (event of asyncio or trio, function that sets it from any thread)."""
     trio = sys.modules.get("trio")
     if trio is not None and _in_task_of(trio):
         token = trio.lowlevel.current_trio_token()
         trio_event = trio.Event()
 
         def wake_trio() -> None:
+            """Any thread: set the event; do nothing if trio's run is over."""
             try:
                 token.run_sync_soon(trio_event.set)
             except trio.RunFinishedError:
@@ -436,6 +436,7 @@ def _event_of_this_library() -> tuple[Any, Callable[[], None]]:
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def wake() -> None:
+        """Any thread: set the event; do nothing if its loop is closed."""
         try:
             loop.call_soon_threadsafe(event.set)
         except RuntimeError:

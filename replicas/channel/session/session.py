@@ -80,7 +80,7 @@ class SessionHandler(Protocol):
         """Return ``hello`` with the member's current state."""
 
     def before_heartbeat(self) -> None:
-        """Send what is due; the messages go out before the heartbeat."""
+        """Send messages that are due; they go out before the heartbeat."""
 
     def welcomed(self, welcome: wire.Welcome, resumed: bool) -> None:
         """Handle a Welcome; unless ``resumed``, announce all open work."""
@@ -165,10 +165,7 @@ class Session:
         self._task = self._loop.spawn(self._run(connection), f"session {self._hello.channel}")
 
     def send(self, body: wire.FromMember) -> None:
-        """Queue a message.
-
-        :raises replicas.errors.UsageError: it cannot be encoded, or is too large.
-        """
+        """Queue a message; raise UsageError if it is too large, or not encodable."""
         if self._closing:
             return
         kind, channel = type(body).__name__, self._hello.channel
@@ -201,6 +198,7 @@ class Session:
         there = [first]  # open() has made the first connection, later tries make their own
 
         async def use() -> None:
+            """Serve a connection, the first or a new one, to its end."""
             await self._use(there.pop() if there else await self._connect_once())
 
         try:
@@ -211,18 +209,18 @@ class Session:
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:  # any error must end the waits on this channel, not hang them
-            logger.error("%s: ending the session because of a bug", self._hello.channel, exc_info=error)
+            logger.error("ending channel %s because of a bug; please report this", self._hello.channel, exc_info=error)
             self._end(errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self._hello.channel))
 
     async def _use(self, connection: FrameConnection) -> None:
-        """Serve a connection to its end; raise _Fruitless if it brought nothing."""
+        """Serve a connection until it is lost; raise _Fruitless without any gain."""
         began = time.monotonic()
         ended: BaseException | None = None
         try:
             await self._serve(connection)
         except _TRANSIENT as error:
             self.connected, ended = False, error
-            logger.info("%s: reconnecting; connection lost: %s", self._hello.channel, _text(error))
+            logger.info("channel %s: reconnecting; lost the coordinator: %s", self._hello.channel, _text(error))
             self._handler.disconnected(_text(error))
             asyncio.get_running_loop().call_later(WAIT_S, self._tell_wait, "while operations end by their deadlines")
         finally:
@@ -230,16 +228,16 @@ class Session:
             await _hang_up(connection, self._loop.fds)
         before, self._gained = self._gained, (self._outbox.acked, self._received)
         if self._gained == before and time.monotonic() - began < LIVED_S and not self._closing:
-            raise _Fruitless(_text(ended) if ended is not None else "it was closed") from ended
+            raise _Fruitless(_text(ended) if ended is not None else "the coordinator closed the connection") from ended
 
     def _tell_wait(self, end: str) -> None:
         """Log a wait for a coordinator, unless connected; ``end`` says how long."""
         if not (self.connected or self._closing):
-            why = self._last_error or "no answer yet"
-            logger.warning("%s: waiting for a coordinator at %s, %s: %s", self._hello.channel, self.endpoint, end, why)
+            name, why = self._hello.channel, self._last_error or "no answer yet"
+            logger.warning("channel %s: waiting for a coordinator at %s, %s: %s", name, self.endpoint, end, why)
 
     async def _retrying(self, function: Callable[[], Awaitable[_T]]) -> _T:
-        """Call ``function`` until it succeeds; the caller limits the time."""
+        """Call ``function`` until it succeeds, with pauses after connection errors."""
         self._in_vain = 0
         found: _T = await AsyncRetrying(
             stop=stop_never, wait=self._pause_s, retry=retry_if_exception_type((*_TRANSIENT, _Fruitless)), reraise=True
@@ -265,10 +263,11 @@ class Session:
         return float((_fruitless if fruitless else _unreached)(state))
 
     async def _connect_once(self) -> FrameConnection:
-        """Return a connection after the handshake; raise _Over if retries are vain."""
+        """Return a new connection after the handshake; _Over if no retry can help."""
         async with asyncio.timeout(REACH_S) as limit:
 
             def reached() -> None:
+                """Give the handshake more time: TCP has connected."""
                 limit.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
 
             try:
@@ -300,7 +299,7 @@ class Session:
         if isinstance(body, wire.Refused):
             raise _Over(body.error.exception())
         if not isinstance(body, wire.Welcome):
-            raise InvalidHandshake(f"the coordinator answered {type(body).__name__} instead of Welcome")
+            raise InvalidHandshake(f"the coordinator answered the join with a message {type(body).__name__}")
         resumed = self.term != 0 and body.term == self.term
         if resumed:
             self._outbox.drop_acked(body.received)
@@ -364,6 +363,7 @@ class Session:
             await is_set_within(self._wake, max(0.0, beat - time.monotonic()))
 
     async def _put(self, connection: FrameConnection, number: int, body: bytes) -> None:
+        """Send one frame: ``number`` (0: unnumbered), the newest ack, and ``body``."""
         self._unacked = 0
         await connection.send(wire.encode_frame(number, self._received, body))
 
@@ -417,7 +417,7 @@ async def _hang_up(connection: FrameConnection, fds: set[int]) -> None:
 
 
 def _refusal(error: InvalidStatus, endpoint: str) -> errors.UsageError | None:
-    """Return the refusal that an HTTP status means, or None to try again later."""
+    """Return the error for an HTTP status that refuses for good, or None to retry."""
     status = error.response.status_code
     if status in (401, 403):
         text = f"the coordinator at {endpoint} does not accept the token{_reason(error)}"
@@ -440,4 +440,5 @@ def _reason(error: InvalidStatus) -> str:
 
 
 def _text(error: BaseException) -> str:
+    """Return the text of ``error``, or the name of its type if that is empty."""
     return text_of(error) or type(error).__name__

@@ -66,7 +66,7 @@ class SidecarLane:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one operation at a time, in the order of their Go
 
     def end(self) -> None:
-        """Mark the lane as ended, and kill its sidecar."""
+        """Mark the lane (process group) as ended; kill its sidecar process."""
         self.ended = True
         if self.sidecar is not None:
             self.sidecar.kill()
@@ -79,9 +79,15 @@ class SidecarLane:
     async def run(
         self, go: OperationGo, kind: OperationKind, reduce_op: ReduceOp, inputs: Buffer | None, outputs: Buffer | None
     ) -> None:
-        """Have the sidecar run the operation of ``go``, in :attr:`turn`.
+        """Wait until the sidecar has run the operation that ``go`` describes.
 
+        The caller holds :attr:`turn`, so that the lane runs one operation at a time.
+
+        :param inputs: shared memory that the sidecar reads; None on a member without
+            any.
+        :param outputs: shared memory that it writes; None on a member without results.
         :raises replicas.errors.Gone: the lane has ended.
+        :raises SidecarFailed, SidecarDied: the operation failed, or its sidecar died.
         """
         if self.ended or self.sidecar is None:
             raise _gone(self.hub, self.name)
@@ -109,11 +115,11 @@ class SidecarLanes(Part):
         self._preparing: asyncio.Task[None] | None = None
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return the handlers of this part by message type."""
+        """Return the functions that handle the coordinator's messages, by type."""
         return {LaneForm: self._form_asked, LaneDrop: self._drop}
 
     def get(self, name: str) -> SidecarLane:
-        """Return the lane ``name``, ready for use.
+        """Return the lane (process group) ``name``, ready for use.
 
         :raises replicas.errors.Gone: it is not formed, or has ended.
         """
@@ -123,7 +129,7 @@ class SidecarLanes(Part):
         return lane
 
     def prepare(self) -> None:
-        """Start a task that connects to a forkserver and forks a spare sidecar."""
+        """Start a task that has a spare sidecar forked, unless one runs already."""
         if self._hub.over is None and (self._preparing is None or self._preparing.done()):
             self._preparing = self._hub.spawn(self._prepare(), "forkserver")
 
@@ -132,7 +138,7 @@ class SidecarLanes(Part):
         try:
             (await self._hub.loop.forkserver(self._hub.forkserver_name)).prefork()
         except (OSError, RuntimeError, errors.ReplicasError) as error:
-            logger.warning("%s: cannot prepare a sidecar yet: %s", self._hub.name, error)
+            logger.warning("channel %s: trying again later to start a sidecar process: %s", self._hub.name, error)
 
     def new_term(self) -> None:
         """Kill the sidecars of all lanes: a new coordinator knows none of them."""
@@ -140,7 +146,7 @@ class SidecarLanes(Part):
             self._drop(LaneDrop(name))
 
     async def all_gone(self) -> None:
-        """Wait up to :data:`DEATH_TIMEOUT_S` until all dropped sidecars are dead."""
+        """Wait up to :data:`DEATH_TIMEOUT_S` until all killed sidecars are dead."""
         if self._ending:
             await asyncio.wait(self._ending, timeout=DEATH_TIMEOUT_S)
 
@@ -150,7 +156,10 @@ class SidecarLanes(Part):
         self._hub.spawn(self._form(lane, message.group), f"lane {lane.name}")
 
     async def _form(self, lane: SidecarLane, group: GroupSpec) -> None:
-        """Fork a sidecar, build the process group; send LaneFormed or LaneFailed."""
+        """Fork a sidecar, and have it build the lane's process group ``group``.
+
+        Sends LaneFormed, or LaneFailed. A spare sidecar is forked a little later.
+        """
         try:
             async with asyncio.timeout(group.timeout_s):
                 lane.sidecar = await self._fork()
@@ -176,13 +185,13 @@ class SidecarLanes(Part):
         try:
             return await forkserver.fork()
         except SidecarDied as error:
-            logger.warning("%s: using a new forkserver; the last one died (%s)", self._hub.name, error)
+            logger.warning("channel %s: using a new forkserver, as the last one died (%s)", self._hub.name, error)
         return await (await loop.forkserver(name)).fork()
 
     def failed(self, lane: SidecarLane, error: BaseException, *, phase: str) -> None:
-        """Kill the lane's sidecar, and send LaneFailed, once.
+        """Kill the lane's sidecar, and send LaneFailed with ``error``; once per lane.
 
-        :param phase: of the work, for the error.
+        :param phase: name of the work that failed, such as ``form``, for the error.
         """
         if not lane.ended:
             lane.end()
@@ -190,15 +199,15 @@ class SidecarLanes(Part):
             self._hub.send(LaneFailed(lane.name, as_wire_error(error, channel=self._hub.name, phase=phase), links))
 
     def _exited(self, lane: SidecarLane, reason: str) -> None:
-        """Handle the unexpected exit of a lane's sidecar: report a failed lane."""
+        """Kill the lane, and report it: its sidecar has exited for ``reason``."""
         name = self._hub.member.name
-        error = errors.SyncError(f"the sidecar of {name} ended: {reason}", members=[name], hint="")
+        error = errors.SyncError(f"the helper process (sidecar) of {name} ended: {reason}", members=[name], hint="")
         self.failed(lane, error, phase="lane")
 
     def _moved(self, lane: SidecarLane, moved: Moved) -> None:
-        """Report the bytes that the sidecar has moved, at most every 0.8 s.
+        """Send the sidecar's progress to the coordinator, at most every 0.8 s.
 
-        Reports immediately if no byte has moved for a second.
+        Sends it immediately if no byte has moved for a second.
         """
         now = time.monotonic()
         if not lane.ended and (moved.still_s >= STILL_S or now - lane.told_at >= MOVED_INTERVAL_S):
@@ -214,19 +223,19 @@ class SidecarLanes(Part):
         keep_until_done(self._hub.spawn(self._confirm_death(lane), f"lane {lane.name} ends"), self._ending)
 
     async def _confirm_death(self, lane: SidecarLane) -> None:
-        """Wait up to 5 s for the sidecar's death; log a warning without it."""
+        """Wait up to 5 s for a killed sidecar's death; log a warning without it."""
         gone = await lane.gone()
         if lane.sidecar is not None:
             self._hub.loop.inherited.discard(lane.sidecar)
         if not gone:
-            logger.warning("%s: keeping the memory of lane %s: its sidecar did not die", self._hub.name, lane.name)
+            logger.warning("channel %s: keeping memory of group %s, as its sidecar lives", self._hub.name, lane.name)
 
 
 def index_in(go: OperationGo, member: Member) -> int:
-    """Return the index of ``member`` among the participants of an operation."""
+    """Return the index of ``member`` among the participants that ``go`` names."""
     return [one.name for one in go.participants].index(member.name)
 
 
 def _gone(hub: Hub, name: str) -> errors.ReplicasError:
-    """Return the error of a lane that is not formed, or has ended."""
-    return hub.error(errors.Gone, f"lane {name} is gone", phase="form", hint="")
+    """Return (do not raise) the Gone for a lane that is not formed, or has ended."""
+    return hub.error(errors.Gone, f"the process group {name} is gone", phase="form", hint="")

@@ -46,20 +46,23 @@ class Carried:
         self._lent = self._number, secret, memory, (memory.nbytes - nbytes, nbytes)
 
     def _number_at(self, member: str) -> int:
-        """Return the part's number at the carrier of ``member``."""
+        """Compute the part's number at the carrier (transfer server) of ``member``."""
         text = f"{self.part} {member}".encode()
         digest = hashlib.blake2b(text, key=self._secret, digest_size=8, person=b"transfer").digest()
         return int.from_bytes(digest, "little")
 
     def serve(self, filled: int, regions: Sequence[tuple[int, int, int]] = ()) -> None:
-        """Serve the first ``filled`` bytes to clients that know the secret.
+        """Have the carrier serve the first ``filled`` bytes to members with the secret.
 
-        :param regions: offsets and sizes of elements in the memory.
+        :param regions: offsets and sizes of elements in the memory, for deltas.
         """
         self._carrier.serve(*self._lent, filled, self._base, regions, encrypt=self._encrypt)
 
     async def drop_base(self) -> bool:
-        """Have the carrier unmap the base; return False if it may still use it."""
+        """Have the carrier unmap the base, to which deltas are computed.
+
+        Waits for it. Returns False if the carrier may still use the memory.
+        """
         return await self._is_unmapped(self._carrier.drop_base(self._number))
 
     def filled(self, nbytes: int) -> None:
@@ -69,8 +72,10 @@ class Carried:
     async def pull(
         self, holders: Sequence[HolderAddress], timeout_s: float, digest: str, on_received: Callable[[int], object]
     ) -> Pulled:
-        """Pull the part into the memory, and verify ``digest``, unless empty.
+        """Have the carrier pull the part into the memory; wait, and return the result.
 
+        :param holders: members to pull from, in order of preference.
+        :param digest: expected digest of the part; empty: do not compare.
         :param on_received: called with the number of bytes received so far.
         :raises replicas.carry.rank_side.PullFailed: no holder is left.
         :raises CarrierDied: the carrier died.
@@ -84,14 +89,20 @@ class Carried:
             self._carrier.receivers.pop(self._number, None)
 
     async def end(self) -> bool:
-        """Have the carrier unmap the memory; return False if it may still use it."""
+        """Have the carrier unmap the memory; return False if it may still use it.
+
+        Closes the memory then, if it is a scratch buffer.
+        """
         ended = await self._is_unmapped(self._carrier.withdraw(self._number, "the transfer is over"))
         if ended and self.scratch:
             self.memory.close()
         return ended
 
     async def _is_unmapped(self, request: Awaitable[object]) -> bool:
-        """Return True once the carrier has done the request, or is dead."""
+        """Return True once the carrier has done ``request``, or is dead.
+
+        Returns False if it neither answers nor dies within 5 s.
+        """
         try:
             await request
         except CarrierDied:
@@ -118,10 +129,14 @@ class Transfer:
 
     @property
     def sends(self) -> bool:
+        """True if this member sends the version, False if it gets it."""
         return self.offer.role in ("send", "serve")
 
     async def is_filled(self, hub: Hub, slot: Slot) -> bool:
-        """Wait for a complete slot; return False if it is late, or withdrawn."""
+        """Wait until ``slot`` is complete, up to the offer's deadline.
+
+        :returns: False if it is late, or the transfer was withdrawn.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.offer.deadline_s):
                 while slot.state == "filling" and not self.cancelled:
@@ -129,23 +144,36 @@ class Transfer:
         return slot.state in ("held", "leaving") and not self.cancelled
 
     def carry(self, hub: Hub, carrier: Carrier, part: int, memory: Buffer, nbytes: int, base: Buffer | None) -> Carried:
-        """Lend memory to the carrier until :meth:`end_carried`."""
+        """Prepare ``memory`` for the carrier; return it as a :class:`Carried`.
+
+        The carrier may then serve it, or pull into it, until :meth:`end_carried`.
+
+        :param part: number of the part, or -1 for the whole version.
+        :param nbytes: size of the part, with which the memory ends.
+        :param base: memory of an older version for deltas, or None.
+        """
         carried = Carried(hub, carrier, self.offer.secret, part, memory, nbytes, base)
         carried.scratch = bool(hub.device) or (part >= 0 and not self.sends)
         self.carried.append(carried)
         return carried
 
     async def end_carried(self, arena: Arena) -> bool:
-        """End all carried parts; return True if the carrier uses none of the memory."""
+        """Have the carrier release all memory; return False if it may still use some.
+
+        Then the slot must not be reused.
+        """
         ended = all([await carried.end() for carried in self.carried])
         if ended:
             self.unpin_base(arena)
         return ended
 
     async def take_base(self, hub: Hub, nbytes: int) -> Buffer | None:
-        """Pin and return the memory of the delta base, or None if it does not fit.
+        """Pin the delta base, and return its memory, or None if it does not fit.
 
-        A base on a GPU is copied to the host, where deltas are made and applied.
+        The base is an older version that both ends hold: only differences from it are
+        sent. A base on a GPU is copied to the host, where deltas are made and applied.
+
+        :param nbytes: size that its data must have.
         """
         base = hub.arena.find_pinned(self.offer.base) if self.offer.base else None
         if base is not None and base.data.numel() != nbytes:
@@ -173,11 +201,15 @@ class Transfer:
             copied.close()
 
     async def drop_base(self, arena: Arena) -> None:
-        """Stop making deltas, and unpin the base."""
+        """Have the carrier stop making deltas; unpin the base once it is unmapped."""
         if all([await carried.drop_base() for carried in self.carried]):
             self.unpin_base(arena)
 
 
 async def scratch_memory(hub: Hub, version: int, nbytes: int) -> Buffer:
-    """Allocate host memory for bytes that do not travel in slots."""
+    """Allocate host memory, on another thread, for bytes that do not travel in slots.
+
+    :param version: for the name of the memory.
+    :raises replicas.errors.NoCapacity: there is no memory.
+    """
     return await asyncio.to_thread(Buffer.allocate, nbytes, f"replicas-{hub.name}-part-of-{version}")

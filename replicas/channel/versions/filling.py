@@ -86,11 +86,14 @@ class PublishJob:
         self.admitted: Promise[int] = Promise(f"admission of a publish on {channel}", session_end)
 
     def step(self, event: PublishJobEvent) -> None:
-        """Change :attr:`state` by ``event``; raise an error if that is not allowed."""
+        """Change :attr:`state` by ``event``; raise InvalidStep if not allowed."""
         self.state = PUBLISH_JOB.next(self.state, event)
 
     def ask_meta(self, feed: Feed) -> None:
-        """Store the result of the user's ``meta`` function, if any; it may raise."""
+        """Call the user's ``meta`` function, if there is one, and store the result.
+
+        Its exception passes; ``feed`` is then marked as failed by the user's code.
+        """
         if not callable(self.asked_meta):
             return
         try:
@@ -107,7 +110,7 @@ class PublishJob:
 
     @property
     def filled(self) -> bool:
-        """True if the coordinator may commit the version."""
+        """True if this rank's slot is complete, so that a commit is possible."""
         return self.state in ("filled", "ready", "told")
 
     @property
@@ -116,7 +119,10 @@ class PublishJob:
         return max(0.0, self.deadline - time.monotonic())
 
     def begin_message(self, deadline_s: float) -> PublishBegin:
-        """Return the PublishBegin to send, to the first or a new coordinator."""
+        """Return the PublishBegin to send, to the first or a new coordinator.
+
+        :param deadline_s: seconds that the coordinator gives it.
+        """
         version = self.version or self.asked_version
         return PublishBegin(self.number, version, deadline_s, self.meta, self.new_manifest, self.version != 0)
 
@@ -136,7 +142,11 @@ class PublishJob:
         )
 
     def receipt(self, epoch: int, staging: Literal["host", "device"]) -> Receipt:
-        """Return a receipt for a commit whose verdict did not arrive: no members."""
+        """Return a receipt for a commit whose verdict did not arrive: no members.
+
+        :param epoch: number of the newest membership known here.
+        :param staging: where the channel's slots are.
+        """
         return Receipt(
             version=self.version,
             epoch=epoch,
@@ -163,7 +173,7 @@ class CopiesUnderWay:
         self._copies: dict[int, DeviceCopies] = {}
 
     def add(self, copies: DeviceCopies) -> None:
-        """On the publishing thread: add copies, until they have ended."""
+        """Publishing thread: remember these copies until they have ended."""
         self._copies[id(copies)] = copies
         copies.ended.add(lambda: self._copies.pop(id(copies), None))
 
@@ -177,7 +187,7 @@ class CopiesUnderWay:
                     one.fence()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all copies have ended or failed; return False after a timeout."""
+        """Block until all copies have ended or failed; False after ``timeout_s``."""
         until = time.monotonic() + timeout_s
         return all(one.ended.wait(until - time.monotonic()) for one in list(self._copies.values()))
 
@@ -203,7 +213,9 @@ class Filling:
         self._packer = Packer()
 
     def fill(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
-        """Copy the weights into a free slot; or take a slot that is written already.
+        """Wait for a free slot and copy the weights; or take a slot written already.
+
+        Has the publish announced first if it may be sent while it is filled.
 
         :returns: the manifest, and the copy, which may still run on a GPU. After an
             exception the slot still belongs to the job.
@@ -233,11 +245,14 @@ class Filling:
         return manifest, self._packer.pack(feed, manifest, slot, progress, hold=job.hold, begun=begun)
 
     def device(self, feed: Feed) -> str:
-        """Device type of the slots if they are on a GPU, else of the weights."""
+        """Return the device type of the slots if on a GPU, else that of the weights."""
         return device_of(self._hub.device).kind if self._hub.device else feed.device
 
     def _begun(self, job: PublishJob, copies: DeviceCopies | Copier) -> None:
-        """Record an object that copies, in the job; a GPU's also for :meth:`fence`."""
+        """Record an object that makes the copies, in the job.
+
+        A GPU's is also recorded for :meth:`CopiesUnderWay.fence`.
+        """
         if isinstance(copies, Copier):
             job.copier = copies
         else:
@@ -247,9 +262,16 @@ class Filling:
     def _take_written(
         self, job: PublishJob, feed: Feed, written: WritableSlot, begun: Callable[[DeviceCopies | Copier], None]
     ) -> tuple[PartManifest, Packing]:
-        """Take a slot of ``arena_like`` without a copy; return it with its digest."""
+        """Take a slot of ``arena_like`` without a copy; return it with its digest.
+
+        Waits for the admission by the coordinator.
+
+        :param begun: called with each object that reads the slot, to find the digest.
+        :raises replicas.errors.UsageError: the block of the slot was left, or a dtype
+            given.
+        """
         if feed.dtype is not None:
-            text = "publish: this slot has its dtypes already"
+            text = "publish: dtype cannot be given with memory of arena_like, which has its dtypes already"
             raise self._hub.error(errors.UsageError, text, hint="pass dtype to arena_like")
         check_size(written.manifest)
         written.check_open()
@@ -263,6 +285,9 @@ class Filling:
     async def _find_slot(self, job: PublishJob, manifest: PartManifest, written: WritableSlot | None = None) -> Slot:
         """Wait for the admission and, until the job's deadline, for a slot; return it.
 
+        Admitted means that the coordinator has given the version its number.
+
+        :param manifest: of the version, for the size.
         :param written: take its slot.
         """
         await job.admitted
@@ -270,7 +295,7 @@ class Filling:
         if written is not None:
             slot = self._adopt_written_slot(job, written)
         else:
-            text = f"no free slot for version {job.version} within {job.deadline - started:.3g} s"
+            text = f"no free slot (memory) for version {job.version} within {job.deadline - started:.3g} s"
             check = partial(self._check, job)
             slot = await free_slot(self._hub, job.version, manifest, until=job.deadline, check=check, text=text)
         job.slot = slot
@@ -278,26 +303,31 @@ class Filling:
         return slot
 
     def _adopt_written_slot(self, job: PublishJob, written: WritableSlot) -> Slot:
-        """End the loan of a written slot, and give the slot the job's version."""
+        """End the loan of a written slot, and give the slot the job's version.
+
+        :raises replicas.errors.UsageError: another channel, or session, lent the slot.
+        """
         self._check(job)
         if not (isinstance(written.holder, Holder) and self._hub.loans.keep(written.holder)):
-            text = "publish: this slot belongs to another channel, or to an earlier session of this channel"
+            text = "publish: this memory of arena_like is of another channel, or of an earlier join"
             raise self._hub.error(errors.UsageError, text, hint="publish it on the channel whose arena_like made it")
         self._hub.arena.assign(written.slot, job.version)
         return written.slot
 
     def _check(self, job: PublishJob) -> None:
-        """Raise an error if the publish has ended or failed: it needs no slot."""
+        """Raise an error if the publish has ended or failed, and needs no slot."""
         if job.pending.done():
             job.pending.wait()
         if job.state != "walking":
-            raise self._hub.error(errors.Gone, "the publish was interrupted", hint="")
+            raise self._hub.error(errors.Gone, "an exception in the calling thread ended the publish", hint="")
 
 
 async def free_slot(
     hub: Hub, version: int, manifest: Manifest | PartManifest, *, until: float, check: Callable[[], object], text: str
 ) -> Slot:
     """Session thread (no interrupts): wait for a slot to fill with ``version``.
+
+    Has other parts release optional slots.
 
     :param manifest: of a publish, whose rank alone fills the slot, or of a version to
         receive.
@@ -338,7 +368,13 @@ async def free_slot(
 
 
 def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, deadline_s: float) -> WritableSlot:
-    """Caller's thread: wait for a slot, and lend it as writable tensors by name."""
+    """Caller's thread: wait for a slot, and lend it as writable tensors by name.
+
+    :param mode: ``image``: the leader alone sends weights; ``parts``: each rank its
+        own.
+    :param deadline_s: seconds to wait; not at all on a coordinator's event loop.
+    :raises replicas.errors.Busy: no slot became free in time.
+    """
     if mode == "image" and not hub.leader:
         text = "arena_like: only the leader of this source sends weights"
         raise hub.error(errors.UsageError, text, hint='call it on rank 0 alone, or set ranks = "all" for the source')
@@ -354,7 +390,11 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode,
 
 
 def reserve(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, slots: int) -> None:
-    """Caller's thread: start to allocate the memory of ``slots`` slots; do not wait."""
+    """Caller's thread: start to allocate the memory of ``slots`` slots; do not wait.
+
+    :param mode: ``image``: the leader alone sends weights; ``parts``: each rank its
+        own.
+    """
     manifest = _planned(hub, "reserve", weights, dtype, mode)
     if mode == "parts" or hub.leader:
         hub.arena.prepare(manifest.nbytes, slots)
@@ -363,6 +403,8 @@ def reserve(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, sl
 def _planned(hub: Hub, what: str, weights: object, dtype: torch.dtype | None, mode: Mode) -> PartManifest:
     """Return the manifest of ``weights``, without reading their values.
 
+    :param what: name of the method, for errors.
+    :param mode: ``image``: all of the weights; ``parts``: those that this rank sends.
     :raises replicas.errors.UsageError: the weights do not list their tensors.
     """
     check_modes(what)
@@ -374,18 +416,21 @@ def _planned(hub: Hub, what: str, weights: object, dtype: torch.dtype | None, mo
 
 
 async def _lend_slot(hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, until: float) -> Slot:
-    """Session thread: wait for a slot, and lend it to the holder ``wanted``.
+    """Session thread: wait for a free slot, and lend it to the holder ``wanted``.
 
-    :param until: deadline by ``time.monotonic()``. :raises Gone: the holder is dead.
+    :param wanted: dies if the caller is interrupted.
+    :param until: deadline by ``time.monotonic()``.
+    :raises Gone: the holder is dead. :raises Busy: no slot became free in time.
     """
 
     def check() -> None:
+        """Raise if the channel has ended, or the caller has died or was interrupted."""
         if hub.over is not None:
             raise copy_error(hub.over)
         if wanted() is None:
             raise hub.error(errors.Gone, "the caller no longer waits for the slot", hint="")
 
-    text = f"no free slot for writing in place within {until - time.monotonic():.3g} s"
+    text = f"arena_like: no free slot (memory for a version) within {until - time.monotonic():.3g} s"
     try:
         slot = await free_slot(hub, 0, manifest, until=until, check=check, text=text)
     except (OSError, RuntimeError, MemoryError, errors.ReplicasError) as error:

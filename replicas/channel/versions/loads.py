@@ -66,7 +66,7 @@ class Loads:
 
     @property
     def together(self) -> bool:
-        """True if the channel has ``adopt_together``."""
+        """True if all targets load a version, or none does (``adopt_together``)."""
         return self._hub.settings.adopt_together
 
     # ------------------------------------------------------------ caller's thread
@@ -89,15 +89,19 @@ class Loads:
         return pending
 
     def touched(self, version: int) -> None:
-        """Drop the references to an update that the caller uses, to notice its loss."""
+        """Note that the caller uses an update; drop the references to it here.
+
+        Only the caller then keeps the update, so that its loss is noticed.
+        """
         self._in_hand = version
         self._on_touch()
 
     def loaded(self, version: int, load_s: float, base: Base | None) -> None:
-        """Record the version as served, and report it.
+        """Record that this rank serves ``version`` now; send Loaded.
 
         :param load_s: seconds of the load.
         :param base: the loaded version's memory, kept to find later changes; or None.
+        :raises replicas.errors.ReplicasError: the error that ended the channel.
         """
         if self._hub.over is not None:
             raise self._hub.over
@@ -105,7 +109,7 @@ class Loads:
         self._hub.call(self._report, Loaded(version, load_s))
 
     def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None:
-        """Report a failed load.
+        """Record that this rank serves no whole version; send LoadFailed.
 
         :param kept: the rank loaded nothing, and still serves its last version.
         """
@@ -114,19 +118,25 @@ class Loads:
         self._hub.call(self._report, LoadFailed(version, self._as_wire(version, error), kept))
 
     def _as_wire(self, version: int, error: BaseException) -> WireError:
-        """Caller's thread (the exception's text may run any code): convert an error."""
+        """Caller's thread (the exception's text may run code): convert an error."""
         if isinstance(error, errors.ReplicasError):
             return WireError.of(error)
         text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {text_of(error)}"
         return WireError.of(self._hub.error(errors.SyncError, text, version=version, phase="load", hint=""))
 
     def let_go(self, holder: Holder, slot: Slot) -> None:
-        """Unpin an update's slot, unless the loan of ``holder`` has ended."""
+        """Have the session thread unpin an update's slot, as its user is done.
+
+        Does nothing if the loan of ``holder`` has ended already.
+        """
         self._hub.call(self.unpin, holder, slot)
 
     @property
     def base(self) -> Base | None:
-        """The version loaded last; None without one, or after a failed load."""
+        """The version loaded last; None without one, or after a failed load.
+
+        Changes of the next version are computed against it.
+        """
         return self._base if self._base is not None and self._base.version == self._hub.loaded else None
 
     def open_base(self, base: Base | None, manifest: Manifest) -> Buffer | None:
@@ -155,14 +165,14 @@ class Loads:
             self.end(self._hub.over)
 
     def new_term(self) -> None:
-        """Repeat the last failure and an open CanLoad to a new coordinator."""
+        """Send the last failure and an open CanLoad again, to the new coordinator."""
         if self._failure is not None:
             self._hub.send(self._failure)
         if self._wait is not None:
             self._hub.send(self._wait.said)
 
     def decided(self, message: LoadDecided) -> None:
-        """Record the coordinator's decision on a version; end the wait for it."""
+        """Record whether all targets may load a version; end the wait for that."""
         error = None if message.error is None else message.error.exception()
         setattr(self._hub.held_versions, "adopted" if error is None else "unadopted", message.version)
         if self._wait is not None and self._wait.said.version == message.version:
@@ -181,15 +191,21 @@ class Loads:
             wait.pending.fail(error)
 
     def report_dropped(self, slot: Slot, version: int) -> None:
-        """Unpin the slot of an update that was lost; report a failed load."""
+        """Unpin the slot of an update that its user lost; report a failed load.
+
+        Reports nothing if the user had not begun to use it.
+        """
         self._hub.arena.unpin(slot)
         if version == self._in_hand and self._hub.over is None:
             self._hub.loaded = 0
-            error = errors.SyncError("the update was dropped without a report", version=version, phase="load", hint="")
+            error = errors.SyncError("the update was dropped without loaded()", version=version, phase="load", hint="")
             self._report(LoadFailed(version, self._as_wire(version, error)))
 
     def _report(self, message: Loaded | LoadFailed) -> None:
-        """Send the outcome of a load; a failure is repeated to a new coordinator."""
+        """Send the outcome of a load, and end the protection of its version.
+
+        A failure is kept, to repeat it to a new coordinator.
+        """
         is_kept = isinstance(message, LoadFailed) and message.kept
         self.refused = message.version if is_kept else 0
         known = self._hub.held_versions

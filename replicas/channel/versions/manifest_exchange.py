@@ -35,12 +35,12 @@ class ManifestExchange(Part):
         self._fetches: dict[str, tuple[Fetch, Promise[bytes]]] = {}
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return the handlers of this part by message type."""
+        """Return the functions that handle the coordinator's messages, by type."""
         return {wire.ManifestAsk: self._asked, wire.ManifestPiece: self._piece}
 
     def new_term(self) -> None:
         """Fail all fetches with Gone: the old coordinator's answers will not come."""
-        self.fail_all(self._hub.error(errors.Gone, "there is a new coordinator", hint=""))
+        self.fail_all(self._hub.error(errors.Gone, "the coordinator was restarted meanwhile", hint=""))
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         """Fail all fetches under way with ``error``."""
@@ -48,10 +48,11 @@ class ManifestExchange(Part):
             self._fetches.pop(manifest_hash)[1].fail(error)
 
     async def get(self, manifest_hash: str) -> bytes:
-        """Return the encoded manifest, kept here or fetched through the coordinator.
+        """Return the encoded manifest of this hash: the known one, or a fetched one.
 
-        All callers share one fetch, which continues when no caller waits any longer,
-        because the version will be offered again.
+        A manifest lists names, shapes and dtypes of a version. It is fetched through
+        the coordinator. All callers share one fetch, which continues when no caller
+        waits any longer, because the version will be offered again.
 
         :raises replicas.errors.ReplicasError: no member has it, or the session ended.
         """
@@ -65,7 +66,10 @@ class ManifestExchange(Part):
         return await self._fetches[manifest_hash][1]
 
     async def decoded(self, manifest_hash: str) -> Manifest:
-        """Do :meth:`get`, and decode the manifest; small ones are kept decoded."""
+        """Return the manifest of this hash, fetched if need be; decode it on a thread.
+
+        Small ones are kept decoded.
+        """
         known = self._decoded.get(manifest_hash)
         if known is None:
             encoded = await self.get(manifest_hash)
@@ -74,7 +78,7 @@ class ManifestExchange(Part):
         return known
 
     def _own(self, manifest_hash: str) -> bytes | None:
-        """Return the encoded manifest if it is known here, else None."""
+        """Return the encoded manifest if it is known here, else None; cache it."""
         known = self._encoded.get(manifest_hash)
         if known is None:
             images = self._hub.held_versions.arena.images().values()
@@ -85,7 +89,7 @@ class ManifestExchange(Part):
         return known
 
     def _asked(self, ask: wire.ManifestAsk) -> None:
-        """Send the pieces that are asked for, or an empty one if unknown here."""
+        """Send the pieces that ``ask`` wants, or an empty one if unknown here."""
         for piece in pieces(ask, self._own(ask.manifest_hash)):
             self._hub.send(piece)
 

@@ -52,7 +52,7 @@ def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: 
         copied = time.monotonic()
         found_digest = digest_of(slot.data, slot.digest_kind)
         if digest and found_digest != digest:
-            what = f"the copy of version {slot.version} on GPU {device} differs from the image of process {place.pid}"
+            what = f"the copy of version {slot.version} on GPU {device} differs from its source in process {place.pid}"
             raise errors.SyncError(what, phase="verify", version=slot.version)
     return found_digest, copied - started, time.monotonic() - copied
 

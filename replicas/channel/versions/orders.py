@@ -36,7 +36,13 @@ class VersionOrders(Part):
         self._open: dict[int, tuple[Promise[Steered], asyncio.TimerHandle]] = {}
 
     def ask(self, kind: type[VersionOrder], deadline: float | None, **fields: Any) -> Pending[Steered]:
-        """Send an order; return its Pending. Raises UsageError for wrong fields."""
+        """Send an order to the coordinator; return a Pending of its answer.
+
+        :param kind: class of the order, such as ``orders.Promote``.
+        :param deadline: seconds; None: the channel's.
+        :param fields: the fields of the order.
+        :raises replicas.errors.UsageError: a field is wrong.
+        """
         what = kind.__name__.lower()
         texts = {name: arguments.text(f"{what}: {name}", one) for name, one in fields.items() if isinstance(one, str)}
         fields |= texts
@@ -55,12 +61,15 @@ class VersionOrders(Part):
     # ------------------------------------------------------------ session thread
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return the functions that handle the coordinator's messages, by type."""
         return {VersionAnswer: self._answered}
 
     def new_term(self) -> None:
-        self.fail_all(self._unknown("its coordinator was replaced"))
+        """End all open orders as OutcomeUnknown: their answers are lost."""
+        self.fail_all(self._unknown("the coordinator was restarted meanwhile"))
 
     def fail_all(self, error: errors.ReplicasError) -> None:
+        """Fail all open orders with ``error``."""
         for pending, timer in self._open.values():
             timer.cancel()
             pending.fail(error)
@@ -69,6 +78,7 @@ class VersionOrders(Part):
     session_down = fail_all
 
     def _send(self, order: VersionOrder, pending: Promise[Steered], limit_s: float) -> None:
+        """Session thread: number and send an order, and start its timer."""
         if self._hub.over is not None:
             pending.fail(self._hub.over)
             return
@@ -77,16 +87,20 @@ class VersionOrders(Part):
         self._hub.send(VersionAsk(number, order))
 
     def _unknown(self, why: str) -> errors.ReplicasError:
-        text = f"the order may have been carried out: {why}"
-        return self._hub.error(errors.OutcomeUnknown, text, hint="see `replicas versions`")
+        """Return (do not raise) the OutcomeUnknown of an order, for reason ``why``."""
+        text = f"it is unknown whether the order was carried out: {why}"
+        return self._hub.error(errors.OutcomeUnknown, text, hint="`replicas versions` or channel.versions shows it")
 
     def read(self, version: int, pending: Promise[Update]) -> None:
-        """Resolve ``pending`` with an update of a version held here, or fail it."""
+        """Resolve ``pending`` with an update of a version held here, or fail it.
+
+        The update keeps the version's slot in use, and reports no load.
+        """
         hub, held = self._hub, self._hub.held_versions
         slot = None if hub.over is not None else held.find_pinned(version)
         if slot is None:
-            text = f"{hub.member} does not hold version {version}"
-            pending.fail(hub.over or hub.error(errors.Gone, text, version=version, hint="hold a version to keep it"))
+            text = f"{hub.member} does not have version {version} in memory"
+            pending.fail(hub.over or hub.error(errors.Gone, text, version=version, hint="hold() keeps a version"))
             return
         reader = _Reader(hub, Versions(hub, self).score, lambda: None)
         update = Update(reader, slot, version, held.meta(version), held.digest(version))
@@ -95,10 +109,12 @@ class VersionOrders(Part):
             reader.unpin(update.holder, slot)
 
     def _overdue(self, number: int, limit_s: float) -> None:
+        """Fail an order as OutcomeUnknown: no answer came within ``limit_s``."""
         pending, _ = self._open.pop(number)
-        pending.fail(self._unknown(f"no answer within {limit_s:g} s"))
+        pending.fail(self._unknown(f"the coordinator has not answered within {limit_s:g} s"))
 
     def _answered(self, message: VersionAnswer) -> None:
+        """End the order that the message answers, with its decision or error."""
         pending, timer = self._open.pop(message.ask, (None, None))
         if pending is None or timer is None:
             return
@@ -114,6 +130,7 @@ class _Reader(Loads):
 
     @property
     def together(self) -> bool:
+        """Return False: updates that are only read wait for no other target."""
         return False
 
     def touched(self, version: int) -> None: ...
@@ -137,18 +154,19 @@ class Lease:
         """Wait until the lease is recorded; return its name, version and end.
 
         :param timeout: seconds; None (the default): until the order's deadline.
+        :raises TimeoutError: the timeout passed; the order continues.
         :raises replicas.errors.ReplicasError: the order was refused.
         """
         return self._order.wait(timeout)
 
     def __enter__(self) -> Steered:
-        """Wait as :meth:`wait`."""
+        """Wait until the lease is recorded; return its name, version and end."""
         return self.wait()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release it, unless it is over already."""
+        """Release the lease, and wait for that; a timed one may be over already."""
         try:
             self._release(self._order.wait().name).wait()
         except errors.ReplicasError:
@@ -156,13 +174,13 @@ class Lease:
                 raise
 
     async def __aenter__(self) -> Steered:
-        """Do as ``__enter__``, without blocking the event loop."""
+        """Wait until the lease is recorded, without blocking the event loop."""
         return await self._order
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release it, unless it is over already."""
+        """Release the lease, and wait for that; a timed one may be over already."""
         decided = await self._order
         try:
             await self._release(decided.name)
@@ -200,19 +218,30 @@ class Versions:
 
         Its number is served, or, when a target has seen a newer one, its content as a
         new version.
+
+        :param version: its number or label; default: the candidate.
+        :param deadline: seconds; default: the channel's.
         """
         return self._sent.ask(orders.Promote, deadline, version=_text("promote", version))
 
     def reject(
         self, version: int | str = "candidate", *, why: str = "", deadline: float | None = None
     ) -> Pending[Steered]:
-        """Never serve the candidate; ``why`` is recorded. Its canary goes back."""
+        """Never serve the candidate. Its canary (replicas that have it) goes back.
+
+        :param version: its number or label; default: the candidate.
+        :param why: the reason, which is recorded.
+        :param deadline: seconds; default: the channel's.
+        """
         return self._sent.ask(orders.Reject, deadline, version=_text("reject", version), why=why)
 
     def rollback(self, to: int | str = "previous", *, deadline: float | None = None) -> Pending[Steered]:
         """Serve the content of an older version again, as a new version.
 
         No bytes move to hosts that hold it. Publishes that have begun end first.
+
+        :param to: number or label of the older version; default: the one served before.
+        :param deadline: seconds; default: the channel's.
         """
         return self._sent.ask(orders.Rollback, deadline, to=_text("rollback", to))
 
@@ -221,9 +250,11 @@ class Versions:
     ) -> Lease:
         """Keep a version's content: make a lease, which a ``with`` block releases.
 
+        :param version: its number or label.
         :param seconds: end it after this time; None (the default): when it is released,
             or this process leaves the channel.
         :param name: of the lease; empty: the coordinator names it.
+        :param deadline: seconds for the order; default: the channel's.
         """
         fields = {"version": _text("hold", version), "seconds": seconds, "name": name}
         return Lease(self._sent.ask(orders.Hold, deadline, **fields), self.release)
@@ -238,13 +269,17 @@ class Versions:
         """
         number = self.labels.get(version) if isinstance(version, str) else arguments.integer("read: version", version)
         if number is None:
-            raise errors.UsageError(f"read: no label {version!r} is known here", hint=f"known: {self.labels}")
+            raise errors.UsageError(f"read: no label {version!r} is known here", hint=f"the labels are {self.labels}")
         pending: Promise[Update] = self._hub.pending("read")
         self._hub.call(self._sent.read, number, pending)
         return pending
 
     def release(self, name: str, *, deadline: float | None = None) -> Pending[Steered]:
-        """End a lease."""
+        """End a lease: the version may be evicted again.
+
+        :param name: of the lease, as in the answer to :meth:`hold`.
+        :param deadline: seconds; default: the channel's.
+        """
         return self._sent.ask(orders.Release, deadline, name=name)
 
     def label(
@@ -252,7 +287,10 @@ class Versions:
     ) -> Pending[Steered]:
         """Point a label of yours to a version, which is kept; "" removes the label.
 
+        :param label: its name.
+        :param version: number or another label of the version, or "".
         :param move: it may point to another version now; otherwise that is an error.
+        :param deadline: seconds; default: the channel's.
         """
         text = _text("label", version) if version != "" else ""
         return self._sent.ask(orders.Label, deadline, label=label, version=text, move=move)
@@ -260,7 +298,12 @@ class Versions:
     def score(
         self, version: int | str, scores: Mapping[str, float], *, deadline: float | None = None
     ) -> Pending[Steered]:
-        """Report scores of a version by name; the mean of all reports counts."""
+        """Report scores of a version by name; the mean of all reports counts.
+
+        :param version: its number or label.
+        :param scores: finite numbers, such as ``{"reward": 0.82}``.
+        :param deadline: seconds; default: the channel's.
+        """
         if not isinstance(scores, Mapping):
             raise errors.UsageError(f"score: scores must be numbers by name, not {shown(scores)}")
         found = {arguments.text("score: a name", name): arguments.finite("score", one) for name, one in scores.items()}
@@ -268,7 +311,10 @@ class Versions:
 
 
 def _text(what: str, version: int | str) -> str:
-    """Return a version's number or label as text; refuse anything else."""
+    """Return a version's number or label as text; raise UsageError for others.
+
+    :param what: name of the method, for the error.
+    """
     if isinstance(version, str):
         return arguments.text(f"{what}: version", version)
     return str(arguments.integer(f"{what}: version", version, least=1))

@@ -13,10 +13,9 @@ run collectives of the user's own group, on the user's own stream. ::
     return the Pending                       the copy, is known: Packed ──▶
                                          ◀── PublishEnd: unpin, resolve
 
-**Tensors on a GPU** are only queued by the caller, on its current stream
-(:mod:`replicas.weights.devices.device_copies`). The slot counts as filled when the
-copies have arrived. Until then it belongs to them, even if the publish has ended.
-:mod:`replicas.channel.versions` describes failures and several hosts.
+**Tensors on a GPU** are only queued by the caller, on its current stream. The slot
+counts as filled when the copies have arrived. Until then it belongs to them, even if
+the publish has ended. :mod:`replicas.channel.versions` describes failures.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ class Publisher(Part):
 
     @property
     def mode(self) -> Mode:
-        """``"image"`` if the leader sends all, ``"parts"`` if each rank its own."""
+        """``"image"`` if the leader sends all weights; ``"parts"``: each its own."""
         return "parts" if self._hub.settings.source_ranks == "all" else "image"
 
     def publish(self, feed: Feed, job: PublishJob) -> Promise[Receipt]:
-        """Caller's thread: copy the weights; return the Promise of the receipt."""
+        """Caller's thread: wait for a slot; copy the weights; return the Promise."""
         walk = Holder()
         try:
             self._hub.call(self._begin_publish, job, walk)
@@ -72,9 +71,9 @@ class Publisher(Part):
         return job.pending
 
     def _walk(self, job: PublishJob, feed: Feed) -> None:
-        """Copy the weights; after an error of ours walk on to the end, then raise.
+        """Copy the weights; after an error of ours iterate to the end, then raise.
 
-        The other ranks' gathers need the walk. The error raised is the replica's common
+        The other ranks' gathers need that. The error raised is the replica's common
         verdict; the user's own exception passes unchanged.
         """
         try:
@@ -100,7 +99,7 @@ class Publisher(Part):
                 del verdict
 
     def _fill(self, job: PublishJob, feed: Feed) -> None:
-        """Walk the weights into a slot; on ranks that send nothing only walk."""
+        """Copy the weights into a slot; on ranks that send nothing only iterate."""
         hub = self._hub
         if hub.leader and (earlier := hub.failures.take_unreported()) is not None:
             raise earlier
@@ -118,14 +117,14 @@ class Publisher(Part):
         hub.call(self._handle_walk_end, job, manifest, device, packing, walked)
 
     def _as_error(self, job: PublishJob, error: BaseException, *, users: bool) -> errors.ReplicasError:
-        """Return the failure as ours; the caller's thread makes the user's text."""
+        """Return the failure as our error; ``users``: the user's own code raised it."""
         if users:
             text = f"the publishing code of {self._hub.member} raised {type(error).__name__}: {text_of(error)}"
             return self._hub.error(errors.SyncError, text, phase="pack", members=[self._hub.member.name])
         return as_wire_error(error, channel=self._hub.name, phase="pack", version=job.version or None).exception()
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
-        """Wait for and return the replica's common verdict, or our own ``error``."""
+        """Block for the common outcome; return its error, or else our ``error``."""
         try:
             job.pending.wait(min(job.left_s + 2 * GRACE_S, SECONDS_MAX))
         except errors.ReplicasError as verdict:
@@ -138,6 +137,7 @@ class Publisher(Part):
     # ------------------------------------------------------------ session thread
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return the functions that handle the coordinator's messages, by type."""
         return {PublishAdmitted: self._admitted, PublishEnd: self._ended}
 
     def open_jobs(self) -> list[Promise[Receipt]]:
@@ -145,7 +145,7 @@ class Publisher(Part):
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
 
     def new_term(self) -> None:
-        """Announce all open or unsettled publishes to a new coordinator."""
+        """Announce all publishes without a verdict to the restarted coordinator."""
         for job in list(self._jobs.values()):
             job.streaming = False
             if job.state == "told":
@@ -156,7 +156,7 @@ class Publisher(Part):
         self._announce()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        """Fail all open publishes; end the unsettled ones as unknown."""
+        """Fail all open publishes; those of unknown outcome stay unknown."""
         for job in list(self._jobs.values()):
             if job.unsettled:
                 self._end_decided(job, None)
@@ -164,14 +164,14 @@ class Publisher(Part):
                 self._fail(job, error)
 
     def _begin_publish(self, job: PublishJob, walk: Holder) -> None:
-        """Number the publish and send PublishBegin; fail it if one is being walked."""
+        """Number the publish; send PublishBegin, or fail. ``walk`` holds its loan."""
         hub = self._hub
         if hub.over is not None:
             self._fail(job, hub.over)
             return
         hub.loans.sweep()
         if self._walking is not None:
-            text = "publish was called while another thread publishes"
+            text = "publish was called while another thread publishes on this channel"
             error = hub.error(errors.UsageError, text, hint="publish from one thread")
             job.step("end")
             job.admitted.fail(error)
@@ -190,17 +190,17 @@ class Publisher(Part):
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
 
     def _end_walk(self, job: PublishJob) -> None:
-        """Fail a publish whose walk an interrupt has ended; allow the next one."""
+        """Allow the next publish; fail ``job`` if an interrupt has ended its walk."""
         self._walking = None
         if job.state == "walking":
             job.pending.mark_reported()  # the interrupt tells the caller
-        text = f"the publish on {self._hub.member} was interrupted"
+        text = f"the publish on {self._hub.member} was interrupted by an exception in the calling thread"
         self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"))
 
     def _handle_walk_end(
         self, job: PublishJob, manifest: PartManifest | None, device: str, packing: Packing | None, walked: float
     ) -> None:
-        """Handle the end of the walk: start a task that follows the copies, if any."""
+        """Keep the results of the iteration (over at ``walked``); follow the copies."""
         job.manifest, job.device = manifest, device
         if job.state == "walking":  # else the publish has ended; its slot is freed after the last write
             job.step("walked")
@@ -249,7 +249,7 @@ class Publisher(Part):
             return
         known = self._hub.held_versions
         if job.version not in (0, message.version):
-            text = f"publish {job.number} was version {job.version}, and is now version {message.version}"
+            text = f"publish number {job.number} was version {job.version}, and is now version {message.version}"
             raise errors.InternalError(text, channel=self._hub.name)
         job.version = message.version
         known.publishing.add(message.version)
@@ -258,9 +258,9 @@ class Publisher(Part):
         job.admitted.resolve(message.version)
 
     def _pin_filled(self, job: PublishJob) -> Slot | None:
-        """Pin the filled slot, if any, as a held version; raise Gone if not wanted."""
+        """Pin and return the filled slot (None without one); Gone if it is over."""
         if job.state != "copying":
-            raise self._hub.error(errors.Gone, "the publish has ended", hint="")
+            raise self._hub.error(errors.Gone, "the publish ended before its copy", hint="")
         if job.slot is not None:
             self._hub.arena.hold(job.slot, "")  # not evicted before the pin: its version is protected
             self._hub.arena.pin(job.slot)
@@ -270,7 +270,7 @@ class Publisher(Part):
         return job.slot
 
     async def _check_finite(self, job: PublishJob, slot: Slot) -> None:
-        """Raise ManifestMismatch for values that are not finite."""
+        """Read the slot on a thread; raise ManifestMismatch for NaN or infinity."""
         if job.manifest is None or job.slot is not slot:
             return  # the publish has ended
         self._hub.arena.pin(slot)  # the publish may end, and its slot be released, meanwhile
@@ -282,7 +282,7 @@ class Publisher(Part):
             raise _not_finite(self._hub, job.version, found)
 
     def _ready(self, job: PublishJob) -> None:
-        """Handle the known digest: report the version as packed, in its turn."""
+        """Report the digest: send Filled if streaming, else Packed in its turn."""
         if job.slot is not None and job.slot.image is not None:
             self._hub.held_versions.record_facts(job.version, digest=job.digest)
         job.step("digested")
@@ -293,7 +293,7 @@ class Publisher(Part):
             self._announce()
 
     def _announce(self) -> None:
-        """Announce ready publishes in order; stop at the first still in progress."""
+        """Send Packed of ready publishes, in order, up to the first in progress."""
         for job in list(self._jobs.values()):
             if job.state == "ready":
                 job.step("tell")
@@ -302,7 +302,7 @@ class Publisher(Part):
                 return
 
     def _begun_to_fill(self, job: PublishJob, manifest: PartManifest, device: str) -> None:
-        """Announce a version that is sent to other hosts while it is packed."""
+        """Send Packed before the copy: the version is sent on while it is packed."""
         if job.state != "walking" or not all(one.announced for one in self._jobs.values() if one.number < job.number):
             return  # it has ended; or announce it as a whole when it is packed
         job.streaming = True
@@ -311,7 +311,7 @@ class Publisher(Part):
         self._hub.send(Packed(job.number, manifest.hash, device, job.wait_s, 0.0, streaming=True))
 
     def _grown(self, job: PublishJob, nbytes: int) -> None:
-        """Tell the parts that send it how many bytes are packed."""
+        """Tell the parts that send the version how many bytes of it are packed."""
         if job.streaming:
             self._hub.tell(Part.filled_up_to, job.version, nbytes)
 
@@ -322,7 +322,7 @@ class Publisher(Part):
         return found.encode() if found is not None else None
 
     def _fill_failed(self, job: PublishJob, error: errors.ReplicasError) -> None:
-        """Report a failed fill to the coordinator, and free the slot."""
+        """Free the slot after a failed copy; send PackFailed unless it is over."""
         if job.state not in ("walking", "over"):
             return  # the interrupt came after the last step: the publish continues
         self._free(job)
@@ -330,7 +330,7 @@ class Publisher(Part):
             self._report_failed(job, error)
 
     def _report_failed(self, job: PublishJob, error: BaseException) -> None:
-        """Send PackFailed, so that the other ranks need not wait."""
+        """Send PackFailed with ``error``, so that the other ranks need not wait."""
         job.step("fail")
         if job.unsettled:
             return  # the caller has its error already
@@ -340,7 +340,7 @@ class Publisher(Part):
         self._announce()
 
     def _free(self, job: PublishJob) -> None:
-        """Free an unfilled slot, once nothing writes to it."""
+        """Free a slot that is not filled, once nothing writes to it."""
         slot, job.slot = job.slot, None
         if slot is None:
             return
@@ -391,7 +391,7 @@ class Publisher(Part):
             self._announce()
 
     def _fail(self, job: PublishJob, error: errors.ReplicasError) -> None:
-        """Fail the Pending; with OutcomeUnknown the slot stays for a late answer."""
+        """Fail the Pending; after OutcomeUnknown keep the slot for a late verdict."""
         filled = job.filled
         if filled and isinstance(error, errors.OutcomeUnknown) and self._hub.over is None:
             job.unsettled = True
@@ -432,7 +432,7 @@ class Publisher(Part):
             job.pending.replace_unknown(outcome)
 
     def settled(self, version: int, committed: bool) -> None:
-        """Settle an unknown outcome 5 s after a commit or discard of ``version``."""
+        """End an unknown outcome, 5 s after a commit or discard of ``version``."""
         for job in [job for job in self._jobs.values() if job.unsettled]:
             if job.version == version and job.timer is None:
                 job.timer = self._hub.after(GRACE_S, self._settle_without_verdict, job, committed)
@@ -440,17 +440,17 @@ class Publisher(Part):
                 self._release_slot(job, keep=False)  # the newer commit replaces it
 
     def _settle_without_verdict(self, job: PublishJob, committed: bool) -> None:
-        """End an unsettled publish by the commit or discard of its version."""
+        """End a publish of unknown outcome by its version's commit or discard."""
         if committed:
             self._end_decided(job, job.receipt(self._hub.epoch, self._hub.settings.staging))
             return
-        text = f"version {job.version} was discarded, and will never be committed"
+        text = f"version {job.version} was not committed, and never will be"
         error = self._hub.error(errors.SyncError, text, version=job.version, phase="commit", hint="publish again")
         self._end_decided(job, error)
 
 
 def _not_finite(hub: Hub, version: int, found: dict[str, int]) -> errors.ReplicasError:
-    """Return the error for tensors with NaN or infinite values, by name."""
+    """Return (do not raise) the error for bad values; ``found``: counts by tensor."""
     text = f"version {version} has values that are not finite, in {counts_text(found)}"
     hint = "the training has diverged; to send the version nevertheless, publish without check_finite"
     return hub.error(errors.ManifestMismatch, text, version=version, phase="pack", hint=hint)

@@ -68,7 +68,15 @@ class Receiver(Part):
     # ------------------------------------------------------------ caller's thread
 
     def receive(self, deadline_s: float | None, bound: Bound = Bound()) -> Promise[Update]:
-        """Return the open Pending, or ask for a version and return a new Pending."""
+        """Caller's thread: return the open Pending, or ask for a version; no wait.
+
+        A new Pending, also in place of an open one with another bound, is returned
+        after an ask to the coordinator.
+
+        :param deadline_s: seconds for the outcome; None: no limit.
+        :param bound: the oldest version that will do.
+        :raises replicas.errors.UsageError: the last update is still open.
+        """
         return locked(self._lock, self._receive, deadline_s, bound)
 
     def _receive(self, deadline_s: float | None, bound: Bound) -> Promise[Update]:
@@ -95,7 +103,7 @@ class Receiver(Part):
         return self._update() if self._update is not None else None
 
     def _take_back(self, pending: Promise[Update]) -> bool:
-        """End the update that ``pending`` has and no caller has seen; False if none."""
+        """End the update in ``pending`` that no caller has seen; False if none."""
         update = self._delivered()
         if update is None or not pending.take_back():
             return False
@@ -108,13 +116,14 @@ class Receiver(Part):
 
     def _still_open(self, update: Update) -> errors.ReplicasError:
         """Return (do not raise) the error for an update that is still open."""
-        text = f"the update of version {update.version} is still open"
+        text = f"receive: the update of version {update.version} is still open"
         hint = "leave its `with` block, or call its loaded() or failed(), before the next receive"
         return self._hub.error(errors.UsageError, text, version=update.version, hint=hint)
 
     # ------------------------------------------------------------ session thread
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return the functions that handle the coordinator's messages, by type."""
         return {ReceiveGrant: self._grant, LoadDecided: self.loads.decided}
 
     def new_term(self) -> None:
@@ -125,6 +134,7 @@ class Receiver(Part):
             self._send_ask()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
+        """Forget the open ask; fail its Pending and a wait for a decision."""
         pending = self._wish.pending
         self._end_ask()
         self.loads.end(error)
@@ -134,7 +144,11 @@ class Receiver(Part):
     def _ask(
         self, pending: Promise[Update], deadline_s: float | None, bound: Bound, replaced: Promise[Update] | None
     ) -> None:
-        """Session thread: end ``replaced``, and ask the coordinator for ``pending``."""
+        """Session thread: ask the coordinator for a version for ``pending``.
+
+        :param deadline_s: seconds; None: no limit.
+        :param replaced: the Pending of an open ask, which fails with UsageError.
+        """
         if self._hub.over is not None:
             pending.fail(self._hub.over)
             return
@@ -142,8 +156,8 @@ class Receiver(Part):
             self._take_back(replaced)  # which may have got an update since
             if self._wish.pending is replaced:
                 self._end_ask()
-            text = f"a receive({bound}) replaced this one"
-            replaced.fail(self._hub.error(errors.UsageError, text, hint="wait for one receive before the next"))
+            text = f"a later receive({bound}) has replaced this one"
+            replaced.fail(self._hub.error(errors.UsageError, text, hint="wait for one receive before the next call"))
         update = self._delivered()
         if update is not None and not update.ended:
             pending.fail(self._still_open(update))  # another thread got it meanwhile
@@ -167,16 +181,19 @@ class Receiver(Part):
         if self._wish.pending is pending and not (self._hub.latest or self._told):
             self._told, limit_s = True, self._wish.deadline_s
             end = "without a deadline" if limit_s is None else f"up to {limit_s:g} s"
-            logger.warning("%s: waiting for the first version, %s", self._hub.name, end)
+            logger.warning("channel %s: waiting for the first version, %s", self._hub.name, end)
 
     def _send_ask(self) -> None:
-        """Send the ask, with a new number, which outdates earlier grants."""
+        """Send ReceiveAsk with a new number; answers to earlier ones are ignored."""
         self._asks += 1
         after = max(self._hub.loaded - int(self._loaded_satisfies_bound()), self._wish.declined, self.loads.refused)
         self._hub.send(ReceiveAsk(self._asks, after, *self._wish.bound))
 
     def _loaded_satisfies_bound(self) -> bool:
-        """Return True if the version served here is held and satisfies the bound."""
+        """Return True if the version served here is held and satisfies the bound.
+
+        Then the coordinator may grant that version again.
+        """
         hub, bound = self._hub, self._wish.bound
         loaded, meta = hub.loaded, hub.held_versions.meta(hub.loaded)
         held = hub.held_versions.content(loaded) in hub.arena.images()
@@ -191,7 +208,11 @@ class Receiver(Part):
         self._deliver()
 
     def _deliver(self) -> None:
-        """Resolve the Pending with an Update once the granted slot is complete."""
+        """Resolve the Pending with an Update once the granted slot is complete.
+
+        Asks again instead if the granted version does not satisfy the bound, or a newer
+        one is here.
+        """
         pending = self._wish.pending
         if pending is None or not self._wish.granted:
             return
@@ -259,7 +280,7 @@ class Receiver(Part):
             what, found = f"receive({bound})", f" (the newest version is {hub.latest})" if bound.key else ""
         if self._wish.declined:
             others = f"other ranks of {hub.member.replica_name}"
-            found = f" ({others} have begun with version {self._wish.declined}, and not asked again)"
+            found = f" ({others} load version {self._wish.declined}, and have not called receive again)"
         self.session_down(hub.overdue_error(what + found, deadline_s, wanted))
 
     def session_down(self, error: errors.ReplicasError) -> None:
@@ -294,14 +315,29 @@ class Watches(Part):
         self._numbered = 0
 
     def committed(self, after: int | None, deadline_s: float | None) -> Promise[int]:
+        """Any thread: return a Promise of the first commit newer than ``after``.
+
+        :param after: a version number; None: the newest known now.
+        :param deadline_s: seconds; None: no limit.
+        """
         version = self._hub.latest if after is None else after
         return self._begin_watch(version, f"the wait for a version after {version}", deadline_s, loads=False)
 
     def loaded(self, version: int, deadline_s: float | None) -> Promise[int]:
+        """Any thread: return a Promise that ends when all targets serve ``version``.
+
+        :param deadline_s: seconds; None: no limit.
+        """
         return self._begin_watch(version, f"the wait until all have loaded version {version}", deadline_s, loads=True)
 
     def _begin_watch(self, version: int, what: str, deadline_s: float | None, *, loads: bool) -> Promise[int]:
-        """Begin a watch on the session thread; return the Promise of its end."""
+        """Have the session thread add a watch; return the Promise of its end.
+
+        :param what: the wait, for texts.
+        :param deadline_s: seconds; None: no limit.
+        :param loads: wait until all targets have loaded the version, instead of a
+            commit.
+        """
         pending: Promise[int] = self._hub.pending(what)
         self._hub.call(self._add_watch, _Watch(version, loads, what, pending), deadline_s)
         return pending
@@ -309,14 +345,17 @@ class Watches(Part):
     # ------------------------------------------------------------ session thread
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return the functions that handle the coordinator's messages, by type."""
         return {WatchEnd: self._loaded}
 
     def new_term(self) -> None:
+        """Send the watch to the new coordinator; end those that are satisfied."""
         self._told = None
         self._watch()
         self.versions_grown()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
+        """Fail all waits with ``error``."""
         for watch in list(self._watches):
             self._remove_watch(watch).fail(error)
 
@@ -334,7 +373,10 @@ class Watches(Part):
         self.versions_grown()
 
     def _watch(self) -> None:
-        """Send a watch for the oldest awaited version, unless it is the current one."""
+        """Ask the coordinator for the loads of the oldest version that is awaited.
+
+        Sends nothing if that is asked already.
+        """
         oldest = min((watch.version for watch in self._watches if watch.loads), default=None)
         if oldest is None or (self._told is not None and self._told.version == oldest):
             return
@@ -362,16 +404,19 @@ class Watches(Part):
         self._watch()
 
     def _not_loaded(self, message: WatchEnd) -> errors.ReplicasError:
+        """Return (do not raise) the error for targets that refused a version."""
         why = "; ".join(f"{name}: {reason}" for name, reason in message.failed.items())
         text = f"version {message.version} was refused by {why}"
-        hint = "these keep the version that they have, and wait for the next one"
+        hint = "these replicas keep the version that they have, and wait for the next one"
         return self._hub.error(errors.SyncError, text, version=message.version, phase="load", hint=hint)
 
     def _overdue(self, watch: _Watch, deadline_s: float) -> None:
+        """Fail a wait that has not ended within ``deadline_s`` seconds."""
         error = self._hub.overdue_error(watch.what, deadline_s, watch.version + (not watch.loads))
         self._remove_watch(watch).fail(error)
 
     def _remove_watch(self, watch: _Watch) -> Promise[int]:
+        """Remove a watch and its timer; return its Promise, for the caller to end."""
         self._watches.discard(watch)
         if watch.timer is not None:
             watch.timer.cancel()

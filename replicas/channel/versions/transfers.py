@@ -66,14 +66,16 @@ class Transfers(Part):
         self._filled: dict[int, int] = {}
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """Return the functions that handle the coordinator's messages, by type."""
         return {wire.TransferOffer: self._offered, wire.TransferCancel: self._cancel}
 
     def new_term(self) -> None:
+        """Withdraw all transfers: the old coordinator offered them."""
         for number in list(self._transfers):
             self._cancel(wire.TransferCancel(number))
 
     def filled_up_to(self, version: int, nbytes: int) -> None:
-        """Let carriers send the first ``nbytes`` of an unfinished slot."""
+        """Let carriers send the first ``nbytes`` of a slot that is being packed."""
         self._filled[version] = nbytes
         while len(self._filled) > KEPT_FILLED:
             del self._filled[next(iter(self._filled))]
@@ -84,6 +86,7 @@ class Transfers(Part):
                         carried.filled(nbytes)
 
     def _offered(self, offer: wire.TransferOffer) -> None:
+        """Start the task for an offer: map, serve, pull, or get a slot ready."""
         transfer = self._transfers.setdefault(offer.transfer, Transfer(offer))  # a known one was pulled wrong
         transfer.offer = offer
         steps: dict[str, tuple[_Step, str]] = {
@@ -94,7 +97,7 @@ class Transfers(Part):
         self._spawn(transfer, *steps.get(offer.role, (self._prepare, "offer")))
 
     def broadcast(self, go: wire.OperationGo) -> None:
-        """Broadcast this member's slot of a transfer, or fill it by the broadcast."""
+        """Start the task that broadcasts this member's slot, or fills it by that."""
         transfer = self._transfers.get(go.transfer)
         if transfer is None or transfer.slot is None or transfer.running:
             text = f"transfer {go.transfer} cannot start: {self._hub.member} is not ready"
@@ -105,23 +108,24 @@ class Transfers(Part):
         self._spawn(transfer, partial(self._broadcast, slot=transfer.slot, go=go), "transfer")
 
     def _spawn(self, transfer: Transfer, step: _Step, phase: str) -> None:
+        """Start a task that runs ``step``; ``phase`` names it in errors."""
         self._hub.spawn(self._run(transfer, step, phase), f"transfer {transfer.offer.transfer}")
 
     async def _run(self, transfer: Transfer, step: _Step, phase: str) -> None:
-        """Run one step, and send its answer; a failure or a TransferDone ends it."""
+        """Run one step, and send its result; after a failure free the slot, if safe."""
         offer, hub = transfer.offer, self._hub
         try:
             done = await step(transfer)
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             if self._remove_transfer(transfer):
-                logger.info("%s: transfer %d of version %d: %s", hub.name, offer.transfer, offer.version, error)
+                logger.info("channel %s: transfer %d of version %d: %s", hub.name, offer.transfer, offer.version, error)
                 told = as_wire_error(error, channel=hub.name, phase=phase, version=offer.version)
                 holders = error.cut if isinstance(error, PullFailed) else {}
                 hub.send(wire.TransferFailed(offer.transfer, told, holders))
             if not await transfer.end_carried(hub.arena):
-                logger.warning("%s: retiring %r: its carrier did not die", hub.name, transfer.slot)
+                logger.warning("channel %s: giving up %r, as its carrier process lives", hub.name, transfer.slot)
             elif transfer.lane is not None and not await transfer.lane.gone():
-                logger.warning("%s: retiring %r: its sidecar did not die", hub.name, transfer.slot)
+                logger.warning("channel %s: giving up %r, as its sidecar process lives", hub.name, transfer.slot)
             else:
                 self._let_go(transfer)
             return
@@ -133,6 +137,7 @@ class Transfers(Part):
             hub.send(wire.TransferReady(offer.transfer))
 
     def _ended(self, transfer: Transfer, slot: Slot, done: wire.TransferDone) -> None:
+        """Record what a finished step moved, and send its TransferDone."""
         offer, hub = transfer.offer, self._hub
         if offer.role == "pull":
             self._pulled(transfer, slot, done)
@@ -152,7 +157,7 @@ class Transfers(Part):
     # ------------------------------------------------------------ through the carrier
 
     async def _serve(self, transfer: Transfer) -> None:
-        """Serve a version until the transfer is cancelled."""
+        """Have the carrier serve the slot until cancelled; return once it does so."""
         self._pin(transfer)
         carrier = await self._carriers.get()
         slot, offer = transfer.slot, transfer.offer
@@ -174,6 +179,7 @@ class Transfers(Part):
                 carried.filled(nbytes)
 
     def _is_over(self, transfer: Transfer) -> bool:
+        """Return True if the transfer was withdrawn, or has ended."""
         return self._transfers.get(transfer.offer.transfer) is not transfer
 
     def slot_wanted(self) -> None:
@@ -183,7 +189,7 @@ class Transfers(Part):
                 self._hub.spawn(transfer.drop_base(self._hub.arena), f"the base of transfer {transfer.offer.transfer}")
 
     async def _pull(self, transfer: Transfer) -> wire.TransferDone | None:
-        """Pull the version into a slot; other members may pull from there meanwhile."""
+        """Pull the version into a slot, from which others may pull meanwhile."""
         offer, hub = transfer.offer, self._hub
         manifest = await self._manifests.decoded(offer.manifest_hash)
         if not transfer.running:  # else this is a second pull
@@ -196,10 +202,12 @@ class Transfers(Part):
         started, told = time.monotonic(), dict.fromkeys(transfer.carried, 0)
 
         def moved(carried: Carried, nbytes: int) -> None:
+            """Report the bytes that all parts have received so far."""
             told[carried] = nbytes
             hub.send(wire.TransferMoved(offer.transfer, sum(told.values())))
 
         async def pull(carried: Carried, one: wire.PartPull) -> Pulled:
+            """Pull one part from its holders, verify it, and copy it into the slot."""
             source = carried.memory.readable()
             known = "" if hub.device else one.digest or offer.digest  # a device's digest is of another kind
             pulled = await carried.pull(one.holders, offer.deadline_s, known, partial(moved, carried))
@@ -267,7 +275,7 @@ class Transfers(Part):
     async def _stop_carrying(self, transfer: Transfer) -> None:
         """Release the slot once the carrier has unmapped it."""
         if not await transfer.end_carried(self._hub.arena):
-            logger.warning("%s: keeping %r: its carrier did not die", self._hub.name, transfer.slot)
+            logger.warning("channel %s: keeping %r, as its carrier process lives", self._hub.name, transfer.slot)
             return
         slot = transfer.slot
         if transfer.pinned and slot is not None:
@@ -279,6 +287,7 @@ class Transfers(Part):
     # ------------------------------------------------------------ over a lane
 
     async def _prepare(self, transfer: Transfer) -> None:
+        """Pin the slot to send, once it is full, or reserve one to receive into."""
         if self._hub.settings.encrypt:
             text = f"version {transfer.offer.version} cannot use a process group: the channel is encrypted"
             raise self._hub.error(errors.InternalError, text)
@@ -288,10 +297,10 @@ class Transfers(Part):
             return
         self._pin(transfer)
         if transfer.slot is not None and not await transfer.is_filled(self._hub, transfer.slot):
-            raise self._hub.error(errors.Gone, "the slot was not filled in time", hint="")
+            raise self._hub.error(errors.Gone, "the publisher has not copied the version in time", hint="")
 
     async def _map(self, transfer: Transfer) -> wire.TransferDone | None:
-        """Map the offered version from its holder's memory."""
+        """Map a holder's memory of the version here; return None if withdrawn."""
         offer, hub, started = transfer.offer, self._hub, time.monotonic()
         manifest = await self._manifests.decoded(offer.manifest_hash)
         place = self._place_of(offer)
@@ -331,12 +340,13 @@ class Transfers(Part):
         return wire.TransferDone(offer.transfer, digest, copy_s, verify_s)
 
     def _place_of(self, offer: wire.TransferOffer) -> wire.SlotPlace:
+        """Return where the offer's holder has its memory; raise if it does not say."""
         if offer.place is None:
             raise self._hub.error(errors.InternalError, f"transfer {offer.transfer} names no place")
         return offer.place
 
     def _pin(self, transfer: Transfer) -> None:
-        """Give the transfer the pinned slot to send, or a slot that still fills."""
+        """Give the transfer the pinned slot to send, or one that is being filled."""
         offer = transfer.offer
         if offer.streaming and (filling := self._hub.arena.find_filling(offer.version)) is not None:
             transfer.slot = filling  # the publish keeps the slot, and pins it when full
@@ -351,14 +361,19 @@ class Transfers(Part):
         transfer.slot, transfer.pinned = slot, True
 
     async def _reserve(self, transfer: Transfer) -> Slot:
+        """Wait for a free slot to receive into, and give it to the transfer.
+
+        :raises replicas.errors.Busy, Gone: none became free in time; it was withdrawn.
+        """
         hub, offer = self._hub, transfer.offer
         until = time.monotonic() + max(0.0, offer.deadline_s - MARGIN_S)
         manifest = await self._manifests.decoded(offer.manifest_hash)
         hub.held_versions.unprotect_up_to(offer.version)
 
         def check() -> None:
+            """Raise Gone if the transfer was withdrawn."""
             if transfer.cancelled:
-                raise hub.error(errors.Gone, "the transfer was withdrawn", hint="")
+                raise hub.error(errors.Gone, "the coordinator has withdrawn the transfer", hint="")
 
         text = f"{hub.member} has no free slot for version {offer.version}"
         slot = await free_slot(hub, offer.version, manifest, until=until, check=check, text=text)
@@ -367,7 +382,7 @@ class Transfers(Part):
         return slot
 
     async def _broadcast(self, transfer: Transfer, slot: Slot, go: wire.OperationGo) -> wire.TransferDone:
-        """Run the operation on the slot; return the digest of its data."""
+        """Run the broadcast of ``go`` in its lane's turn; report it, and digest."""
         hub, offer, started = self._hub, transfer.offer, time.monotonic()
         try:
             transfer.lane = lane = self._lanes.get(go.lane)
@@ -387,6 +402,7 @@ class Transfers(Part):
         return wire.TransferDone(offer.transfer, digest, moved - started, time.monotonic() - moved)
 
     def _cancel(self, message: wire.TransferCancel) -> None:
+        """Withdraw a transfer; free its slot, now or when running work has ended."""
         transfer = self._transfers.pop(message.transfer, None)
         if transfer is None:
             return

@@ -33,8 +33,7 @@ from replicas.weights.memory.buffers import Buffer
 _T = TypeVar("_T")
 
 
-# One object for the user, so it has a method for each way to read a version; its fields
-# are the version, the slot, and its current readers.
+# One object for the user, so it has a method for each way to read a version.
 class Update:
     """The newest committed version, the same for all ranks of this replica.
 
@@ -88,10 +87,9 @@ class Update:
     def path(self) -> str:
         """The slot as a safetensors file, for engines that load from disk; read-only.
 
-        Open it before the end of the block. Files are mostly mapped rather than read
-        (``load_file``, ``safe_open``, ``np.memmap``), and such a mapping never changes,
-        whatever is published later. So the memory is not reused for a later version,
-        but freed when no process maps it; :attr:`path_to_copy` saves that.
+        Open it before the end of the block. A mapping of it (``safe_open``,
+        ``np.memmap``) never changes, whatever is published later. So the memory is not
+        reused, but freed when no process maps it; :attr:`path_to_copy` saves that.
 
         A tied tensor is in the file under its first name only, as a safetensors file
         cannot name the same bytes twice. Its metadata maps the other names to the first
@@ -115,7 +113,7 @@ class Update:
         return self._file_path(to_copy=True)
 
     def _file_path(self, *, to_copy: bool) -> str:
-        """Return the path, read-only from now on; see :attr:`path_to_copy`."""
+        """Seal the slot's file and return its path; ``to_copy``: no mapping stays."""
         if self.ended and self._path:
             return self._path
         self.manifest.check_file()
@@ -143,7 +141,7 @@ class Update:
         """Under the lock: mark as replaced; return False if touched or over."""
         if self.touched or self._over:
             return False
-        self._outcome = "replaced by a newer one"
+        self._outcome = "replaced by a newer version"
         return True
 
     def adopt(self, *, whole: bool = False) -> Pending[None]:
@@ -170,7 +168,7 @@ class Update:
         return self._adoption
 
     def _decided(self, error: errors.ReplicasError | None) -> None:
-        """Session thread: record that all targets load the version, or refuse."""
+        """Session thread: note that all targets load the version, or refuse it."""
         if error is None:
             self._adopted, self._began = True, time.monotonic()
         else:
@@ -183,6 +181,7 @@ class Update:
         return self
 
     def __enter__(self) -> Update:
+        """Wait for the decision of ``adopt_together``, if set; open the block."""
         if self._owner.together and not self._by_hand:
             self.adopt().wait()
         locked(self._lock, self._enter)
@@ -273,7 +272,7 @@ class Update:
         return (change if change.name == name else replace(change, name=name) for name, change in found)
 
     def _changes(self, image: torch.Tensor, sharing: int) -> Iterator[tuple[str, Change]]:
-        """Yield (name, change) of each tensor since the base; read the slot."""
+        """Yield (name, change since the last load); ``sharing`` processes do so now."""
         with Difference(image, self.manifest, self._owner.open_base(self._base, self.manifest), sharing) as difference:
             for spec in self.manifest.tensors:
                 self._slot_or_raise()
@@ -376,7 +375,7 @@ class Update:
         return self._owner.score(self.version, scores)
 
     def _end_without(self, outcome: str, error: BaseException | str) -> None:
-        """Check ``error``, and report ``outcome`` with it."""
+        """Report the ``outcome``, ``failed`` or ``refused``, because of ``error``."""
         if not isinstance(error, (BaseException, str)):
             raise errors.UsageError(
                 f"{outcome}: error must be an exception or a text, not {shown(error)}",
@@ -389,7 +388,7 @@ class Update:
         self._conclude(outcome, partial(self._owner.failed, self.version, error, kept=outcome == "refused"))
 
     def _conclude(self, outcome: str, report: Callable[[], None]) -> None:
-        """Call ``report`` once, and end the update unless a block is open."""
+        """Set the outcome and call ``report``, once; end the update outside a block."""
         if not locked(self._lock, self._report, outcome):
             return
         try:
@@ -406,11 +405,11 @@ class Update:
             raise errors.UsageError(text, version=self.version, hint=hint)
 
     def _report(self, outcome: str) -> bool:
-        """Under the lock: set the outcome; return False if it was the same already."""
+        """Under the lock: set the outcome; return False if set; raise if another."""
         if self._outcome == outcome:
             return False
         if self._outcome is not None:
-            text = f"the update of version {self.version} was reported {self._outcome} before"
+            text = f"the update of version {self.version} was reported as {self._outcome} before"
             raise errors.UsageError(text, version=self.version, hint="report an update once")
         self._outcome = outcome
         return True
@@ -429,6 +428,7 @@ class Update:
         return slot
 
     def _slot_or_raise(self) -> Slot:
+        """Mark the update as used; return its slot, or raise UsageError if ended."""
         return locked(self._lock, self._touch)
 
     def _end(self) -> None:

@@ -42,7 +42,10 @@ PACKED = {"F4": 2}
 
 
 def item_nbytes(dtype: str) -> int:
-    """Return the bytes of one element. Raise ManifestMismatch for an unknown dtype."""
+    """Return the bytes of one element of a dtype, named as in torch without ``torch.``.
+
+    :raises ManifestMismatch: the dtype is unknown, and cannot be published.
+    """
     try:
         return ITEM_NBYTES[dtype]
     except KeyError:

@@ -29,12 +29,12 @@ class MemberJoined(_OnChannel, frozen=True, tag=True):
 
 LOSS_WORDS = {
     "exited": "its process ended",
-    "lease": "no sign of life within its lease",
+    "lease": "no heartbeat came within heartbeat_timeout",
     "left": "it left",
-    "absent": "it did not come back to the new coordinator",
-    "fenced": "a later join has its identity",
-    "replaced": "a newer member has taken its place",
-    "overflow": "it did not read what was sent to it",
+    "absent": "it has not reconnected to the restarted coordinator",
+    "fenced": "another process has joined under its name",
+    "replaced": "a newer process of this rank has joined",
+    "overflow": "it does not read its messages",
 }
 """What the reasons of a :class:`MemberLost` mean, for people; others are texts."""
 
@@ -281,10 +281,13 @@ Effect = Send | Decision | Reply | SweepStore | ReplaceStore | Keep | LetGo | Re
 
 
 def with_commit(effects: Iterable[Effect], version: int, seconds: float) -> Iterator[Effect]:
-    """Yield the effects; add ``seconds`` to those that report the recorded version.
+    """Yield all effects; add the time of the disk write to those that report a commit.
 
-    They are its record and its receipts: the seconds until it was on disk, as phase
-    ``commit``.
+    These are the publish's :class:`SyncEnded` record and the receipts that its ranks
+    are sent: both get ``seconds`` more, also as phase ``commit``.
+
+    :param version: the version whose commit was recorded.
+    :param seconds: how long it took until the commit was on disk.
     """
 
     def longer(ended: ReceiptData | SyncRecord) -> Any:

@@ -77,7 +77,7 @@ class Score(msgspec.Struct, frozen=True):
     count: int = 1
 
     def with_report(self, value: float) -> Score:
-        """Return the score with one more report."""
+        """Return the mean with one more report; this score does not change."""
         return Score(self.value + (value - self.value) / (self.count + 1), self.count + 1)
 
 
@@ -107,7 +107,7 @@ class Version(msgspec.Struct):
 
     @property
     def content(self) -> int:
-        """The version whose bytes it has."""
+        """Number of the version whose bytes this one has: its own, or an older one."""
         return self.commit.content or self.number
 
 
@@ -131,7 +131,7 @@ class Ledger:
 
     @property
     def digest(self) -> str:
-        """The digest of the newest version; empty if unknown."""
+        """Digest of the newest version; empty if it is unknown, or there is none."""
         return self.versions[self.newest].digest if self.newest else ""
 
     def learn_digest(self, digest: str) -> None:
@@ -139,7 +139,11 @@ class Ledger:
         self.versions[self.newest].digest = digest
 
     def content(self, version: int) -> int:
-        """Return the version whose bytes ``version`` has."""
+        """Return the number of the version whose bytes ``version`` has.
+
+        That is an older one after a rollback, else ``version`` itself, also if
+        ``version`` is unknown here.
+        """
         known = self.versions.get(version)
         return version if known is None else known.content
 
@@ -156,13 +160,16 @@ class Ledger:
         return tuple(label for label, number in self.labels.items() if number == version)
 
     def why_rejected(self, version: int) -> str:
-        """Return why the version is not served; empty if it may be."""
+        """Return why targets must not load the version; empty if they may."""
         return self.versions[version].rejected if version in self.versions else ""
 
     # ------------------------------------------------------------ decisions
 
     def apply(self, decision: Decision) -> None:
-        """Take one decision; those about versions that are unknown here count, too."""
+        """Change versions, labels, leases and scores as one decision says.
+
+        A rejection or a score of an unknown version changes nothing but is counted.
+        """
         version, name = decision.version, decision.name
         self.changes += 1
         match decision.kind:
@@ -187,7 +194,7 @@ class Ledger:
                 self._judge(self.versions[version], decision)
 
     def _commit(self, decision: Decision) -> None:
-        """Enter a committed version, and point its label to it."""
+        """Enter a committed version, point its label to it, and forget old versions."""
         number = decision.version
         self.newest = max(self.newest, number)
         self.versions[number] = Version(number, decision, decision.digest)
@@ -200,7 +207,7 @@ class Ledger:
         self._prune()
 
     def _serve(self, version: int) -> None:
-        """Make the version current; and end an older candidate."""
+        """Point ``current`` to the version, and end a candidate that is not newer."""
         if current := self.current():
             self.labels[PREVIOUS] = current
         self.labels[CURRENT] = version
@@ -209,7 +216,10 @@ class Ledger:
             self.soaking = None
 
     def _judge(self, version: Version, decision: Decision) -> None:
-        """Enter a rejection or a score."""
+        """Store the rejection or the score that ``decision`` is about in ``version``.
+
+        A rejected candidate is the candidate no longer.
+        """
         if decision.kind == "score":
             version.scores[decision.name] = Score(decision.value, max(1, decision.count))
             return
@@ -219,11 +229,14 @@ class Ledger:
             self.soaking = None
 
     def pinned(self) -> set[int]:
-        """Return the versions of labels and leases."""
+        """Return the versions that a label or a lease points to.
+
+        A label is a name such as ``current``; a lease is a promise to keep the version.
+        """
         return {*self.labels.values(), *(lease.version for lease in self.leases.values())}
 
     def _prune(self) -> None:
-        """Forget old versions without a label or a lease."""
+        """Forget versions without a label or a lease, except for the newest 16."""
         pinned = self.pinned()
         needed = {*pinned, *map(self.content, pinned), *sorted(self.versions)[-KEPT_RECORDS:]}
         self.versions = {number: known for number, known in self.versions.items() if number in needed}
@@ -231,7 +244,7 @@ class Ledger:
     # ------------------------------------------------------------ the file
 
     def decisions(self) -> Iterator[Decision]:
-        """Yield the fewest decisions that fold to this ledger."""
+        """Yield the fewest decisions that rebuild this ledger, to rewrite its file."""
         channel = next((known.commit.channel for known in self.versions.values()), "")
         labels = [Decision("label", channel, version, name=label) for label, version in self.labels.items()]
         yield from labels  # first: versions that are kept are not forgotten at later commits
@@ -268,7 +281,7 @@ class Past(msgspec.Struct, frozen=True):
 
     @property
     def aborted(self) -> frozenset[int]:
-        """Numbers after it that failed."""
+        """Version numbers after the newest commit that failed and stay unused."""
         return frozenset(self.ledger.aborted)
 
     @property

@@ -56,7 +56,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def in_file(self) -> tuple[str, tuple[int, ...]]:
-        """``(dtype, shape)`` as in a safetensors file, else torch's."""
+        """Dtype and shape as in a safetensors file; torch's if it lacks the dtype."""
         code = FILE_CODES[self.dtype]
         if code not in PACKED:
             return code or self.dtype, self.shape
@@ -81,7 +81,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def _nbytes(pieces: Iterable[Piece], tensors: Sequence[TensorSpec]) -> int:
-    """Return the bytes of all these pieces together."""
+    """Return the bytes of all pieces; ``piece.tensor`` is an index of ``tensors``."""
     return sum(prod(piece.shape) * item_nbytes(tensors[piece.tensor].dtype) for piece in pieces)
 
 
@@ -123,15 +123,15 @@ class AnyManifest(msgspec.Struct, frozen=True, dict=True):
         return decoded
 
     def validate(self) -> None:
-        """Check that names are unique and all pieces fit.
+        """Check names, shapes, dtypes and aliases of the tensors.
 
-        :raises ManifestMismatch: they do not.
+        :raises ManifestMismatch: one of them cannot be published.
         """
         check_tensors(self.tensors, self.aliases)
 
     @cached_property
     def regions(self) -> tuple[tuple[int, int, int], ...]:
-        """Ranges of the data section with numbers of one size.
+        """Ranges of the data section in which all numbers have one size.
 
         ``(start, end, bytes of a number)`` each, in bytes from the data section's
         start.
@@ -165,17 +165,17 @@ class PartManifest(AnyManifest, frozen=True, dict=True):
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of its slot: an image with its header, or a packed part without one."""
+        """Bytes of the rank's slot: an image with its header, or a part without one."""
         return self.whole.image_nbytes if self.pieces is None else _nbytes(self.pieces, self.tensors)
 
     @cached_property
     def whole(self) -> Manifest:
-        """The manifest of the image, if this rank publishes all tensors."""
+        """The manifest of the whole image, for a rank that publishes all tensors."""
         return Manifest(self.tensors, self.aliases)
 
     @cached_property
     def regions(self) -> tuple[tuple[int, int, int], ...]:
-        """Ranges of the rank's bytes with numbers of one size, as in a whole image."""
+        """Ranges of the rank's bytes, as ``(start, end, bytes of one number)``."""
         if self.pieces is None:
             return self.whole.regions
         pieces = ((self.tensors[piece.tensor].dtype, _nbytes([piece], self.tensors)) for piece in self.pieces)
@@ -215,7 +215,7 @@ class Manifest(AnyManifest, frozen=True, dict=True):
     parts: tuple[tuple[Piece, ...], ...] | None = None
 
     def validate(self) -> None:
-        """Check also that the parts, if there are several, cover each tensor once."""
+        """Check tensors and pieces, and that the parts cover each tensor once."""
         super().validate()
         if self.parts is not None:
             for piece in (piece for part in self.parts for piece in part):
@@ -276,7 +276,7 @@ class Manifest(AnyManifest, frozen=True, dict=True):
         return found | {alias: found[target] for alias, target in self.aliases}
 
     def part_nbytes(self, part: int) -> int:
-        """Return the bytes of this part; 0 if one sender has the whole image."""
+        """Return the bytes of this part, or 0 if one sender has the whole image."""
         return _nbytes(self.parts[part], self.tensors) if self.parts is not None else 0
 
 
@@ -289,7 +289,7 @@ _decoders: dict[type[AnyManifest], msgspec.msgpack.Decoder[Any]] = {
 
 
 def packed_offsets(sizes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
-    """Return gapless byte offsets for ``(dtype, nbytes)`` items.
+    """Return the byte offset of each ``(dtype, nbytes)`` item, without gaps.
 
     They are packed by falling item size, then in the given order.
     """
@@ -322,7 +322,7 @@ def packed_regions(sizes: Iterable[tuple[str, int]]) -> tuple[tuple[int, int, in
 def segment_layout(segments: Iterable[Segment | TensorSpec]) -> tuple[tuple[int, ...], int]:
     """Return ``(offset of each segment, total size)`` in bytes.
 
-    Each segment starts at a multiple of 64.
+    A segment is one tensor of an operation; each starts at a multiple of 64.
     """
     offsets: list[int] = []
     position = 0
@@ -351,7 +351,7 @@ def check_size(manifest: AnyManifest) -> None:
 
 
 def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, str]]) -> None:
-    """Check names, shapes, dtypes, aliases and the total size.
+    """Check names, shapes, dtypes, the total size, and ``(alias, target)`` pairs.
 
     :raises ManifestMismatch: one of them cannot be published.
     """
@@ -386,7 +386,7 @@ def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, st
 
 
 def _check_piece(piece: Piece, tensors: Sequence[TensorSpec]) -> None:
-    """Raise ManifestMismatch if the piece does not lie in its tensor."""
+    """Raise ManifestMismatch if the piece, a box, does not lie in its tensor."""
     if not 0 <= piece.tensor < len(tensors):
         raise ManifestMismatch(f"a piece names tensor number {piece.tensor} of {len(tensors)}", hint="")
     spec = tensors[piece.tensor]

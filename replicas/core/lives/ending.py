@@ -114,7 +114,11 @@ ASKED_ACTIONS: Mapping[tuple[Asked, Request], tuple[AskedAction, ...]] = {
 
 
 def request_of(reason: RestartReason) -> Request:
-    """Return the request, an event of :data:`ASKED`, of a restart for this reason."""
+    """Return the request to a replica, an event of :data:`ASKED`, for such a restart.
+
+    ``restart`` costs nothing; ``replace`` neither, but does not excuse a fault;
+    ``fault`` is judged by the restart rules.
+    """
     if reason == "requested":
         return "restart"
     return "replace" if reason in FREE_REASONS else "fault"

@@ -36,8 +36,10 @@ LAST_S = 3.0
 def local_patience_s(adopt_s: float) -> float:
     """Return for how many seconds the supervisor's shims run without their agent.
 
-    Only for its own machine. Longer than a living supervisor takes to replace a frozen
-    agent, and no shorter than they must outlive a dead one.
+    Only on the supervisor's own machine. That is longer than a living supervisor takes
+    to replace a frozen agent, and no shorter than they must outlive a dead one.
+
+    :param adopt_s: seconds in which another supervisor may take over; 0 for none.
     """
     return max(2 * FROZEN_S, adopt_s)  # twice: the new agent has to start and to find them
 
@@ -47,10 +49,15 @@ def outlives_s(adopt_s: float) -> float:
 
     Return 0 without adoption: they hold the run's lock, and are gone when another
     process has it.
+
+    :param adopt_s: seconds in which another supervisor may take over; 0 for none.
     """
     return local_patience_s(adopt_s) + LAST_S if adopt_s else 0.0
 
 
 def lost_after_s(lease_s: float) -> float:
-    """Return the seconds after a node's last beat when replicas may start elsewhere."""
+    """Return the seconds after a node's last beat when replicas may start elsewhere.
+
+    A beat is the regular message of a node's agent.
+    """
     return lease_s + END_S + MARGIN_S

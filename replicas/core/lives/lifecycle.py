@@ -129,11 +129,13 @@ REPLICA: Table[ReplicaState, ReplicaEvent] = Table(
 def after_exit(
     *, ok: bool, policy: Literal["always", "on-failure", "never"], granted: bool, requested: bool = False
 ) -> ReplicaEvent:
-    """Return the event for a generation whose last process is gone.
+    """Return the event of a replica for a generation whose last process is gone.
 
-    Not for an end by ``STOP``, of which the event is ``STOPPED``.
+    That is RETRY (another generation follows), FINISHED or GIVE_UP. It is not for an
+    end by ``STOP``, of which the event is ``STOPPED``.
 
     :param ok: every rank exited with code 0, without a request.
+    :param policy: the group's restart policy.
     :param granted: :class:`~replicas.core.lives.restarts.Restarts` allow a restart.
     :param requested: it is a restart of :data:`FREE_REASONS`, which is always granted.
     """
@@ -175,6 +177,7 @@ class Lifecycle:
     """A replica's state, with the times and counters that its status shows."""
 
     def __init__(self, group: str, replica: int, *, now: float) -> None:
+        """Start as ``pending``, before the first generation."""
         self.group = group
         self.replica = replica
         self.state: ReplicaState = "pending"
@@ -198,7 +201,7 @@ class Lifecycle:
 
     @property
     def settled(self) -> bool:
-        """True if the state ends only on request."""
+        """True if the replica rests (failed, finished, drained) until a request."""
         return self.state in SETTLED
 
     def state_age_s(self, now: float) -> float:
@@ -206,25 +209,27 @@ class Lifecycle:
         return max(0.0, now - self.since)
 
     def starting_s(self, now: float) -> float:
-        """Return the seconds since its processes were started or adopted."""
+        """Return the seconds since the present processes were started or adopted."""
         return max(0.0, now - self._started_at)
 
     def restore(self, state: Literal["finished", "failed"], reason: str) -> None:
-        """Enter a settled state that an earlier supervisor has saved."""
+        """Set a settled state, and its reason, that an earlier supervisor has saved."""
         self.state, self.reason = state, reason
 
     def launched(self, now: float) -> None:
-        """Record that its processes are started only now, for :meth:`starting_s`."""
+        """Restart the clock of :meth:`starting_s`: processes are started only now."""
         self._started_at = now
 
     def skip_pause(self, pause_s: float) -> None:
-        """Do not count ``pause_s``, a pause of the supervisor, as starting time."""
+        """Do not count ``pause_s`` as starting time: the supervisor did not run."""
         self._started_at += pause_s
 
     def apply(
         self, event: ReplicaEvent, *, now: float, reason: str = "", restart_reason: _Why = None, seconds: float = 0.0
     ) -> Transition:
-        """Take one step by the table, and return the transition.
+        """Change the state by the table :data:`REPLICA`, and return the transition.
+
+        Update the counters of generations and restarts, and the times, that go with it.
 
         :param reason: one line for people, kept until the next step that has a reason
             or makes the replica ready.

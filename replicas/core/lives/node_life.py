@@ -64,28 +64,42 @@ class NodeLife:
     """
 
     def __init__(self, now: float, *, leased: bool) -> None:
+        """Start as ``away`` and ``open``, with silence counted from ``now``.
+
+        :param leased: whether silence alone makes the node away and lost.
+        """
         self.state: NodeState = "away"
         self.duty: Duty = "open"
         self.leased, self.heard_at, self.lease_s = leased, now, 0.0
 
     def step(self, event: NodeEvent) -> bool:
-        """Enter the next state by :data:`NODE`; return True if it is another one."""
+        """Change the state by :data:`NODE`; return True if it is another one now.
+
+        :raises replicas.common.table.InvalidStep: ``event`` cannot happen in this
+            state.
+        """
         before, self.state = self.state, NODE.next(self.state, event)
         return self.state != before
 
     def ask(self, event: DutyEvent) -> None:
-        """Enter the next duty by :data:`DUTY`."""
+        """Change the duty, whether the node takes new replicas, by :data:`DUTY`.
+
+        :raises replicas.common.table.InvalidStep: ``event`` cannot happen in this duty.
+        """
         self.duty = DUTY.next(self.duty, event)
 
     def heard(self, now: float) -> bool:
-        """Note a message of the node's agent; return True if the node was away."""
+        """Note the time of a message of the node's agent.
+
+        Return True if the node was away: it is up from now on.
+        """
         self.heard_at = now
         return self.state == "away" and self.step("heard")
 
     def due_event(self, now: float) -> Literal["", "silent", "lease_over"]:
-        """Return the event that the agent's silence causes now, or "".
+        """Return the event that the agent's silence causes now, or "" for none.
 
-        The caller passes it to :meth:`step`.
+        It changes nothing: the caller passes the event to :meth:`step`.
         """
         silent_s = now - self.heard_at
         if self.leased and self.state == "up" and silent_s > SILENT_S:
@@ -101,12 +115,12 @@ class NodeLife:
 
     @property
     def over(self) -> bool:
-        """True if nothing of the run is left on the node."""
+        """True if the node is lost or drained: no process of the run is left on it."""
         return self.state in ("lost", "drained")
 
     @property
     def shown(self) -> Literal["up", "draining", "away", "lost"]:
-        """The state as operators see it."""
+        """The node's state in the words that operators see."""
         if self.state == "up" and self.duty != "open":
             return "draining"
         return "lost" if self.state == "drained" else self.state

@@ -44,8 +44,9 @@ def needed_replicas(min_ready: int | None, replicas: int) -> int:
 
 
 def is_good(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
-    """Return True if enough replicas are ready or finished.
+    """Return True if enough of a group's replicas are ready or finished.
 
+    :param states: of all replicas of the group.
     :param min_ready: how many are enough; None: all.
     """
     return sum(state in GOOD for state in states) >= needed_replicas(min_ready, len(states))
@@ -55,13 +56,16 @@ def is_done(states: Sequence[ReplicaState], min_ready: int | None = None) -> boo
     """Return True if enough replicas (at least one) have finished, and the rest failed.
 
     A group that was scaled to 0 is idle, not done.
+
+    :param states: of all replicas of the group.
+    :param min_ready: how many are enough; None: all.
     """
     finished = states.count("finished")
     return is_over(states) and finished >= max(1, needed_replicas(min_ready, len(states)))
 
 
 def is_over(states: Sequence[ReplicaState]) -> bool:
-    """Return True if all replicas have finished or failed.
+    """Return True if all of a group's replicas (one at least) have finished or failed.
 
     A drained replica may still be restarted by an operator.
     """
@@ -82,7 +86,10 @@ def least_left(config: Config, group: GroupConfig) -> int:
 
 
 def is_lost(states: Sequence[ReplicaState], least: int) -> bool:
-    """Return True if too many have failed for ``least`` others to be left."""
+    """Return True if so many replicas have failed that fewer than ``least`` are left.
+
+    :param states: of all replicas of the group.
+    """
     return len(states) - states.count("failed") < min(least, len(states))
 
 
@@ -96,6 +103,10 @@ def unmet(
     """
 
     def met(name: str, condition: str) -> bool:
+        """Return True if the group called ``name`` is ready, or finished.
+
+        :param condition: "finished", or else ready (with enough replicas) will do.
+        """
         test = is_done if condition == "finished" else is_good
         return test(states[name], needed[name])
 
@@ -105,10 +116,12 @@ def unmet(
 def restartable_now(states: Mapping[int, ReplicaState], todo: Sequence[int], max_unavailable: int) -> list[int]:
     """Return the replicas of ``todo`` that a rolling restart may end now.
 
-    At most ``max_unavailable`` are down because of the restart. Replicas that are down
-    already (not ready, not done) come first: ending them costs nothing.
+    Replicas that are down already (not ready, not done) come first: ending them costs
+    nothing.
 
     :param states: of all replicas of the group, by index.
+    :param todo: indices of the replicas that are still to be restarted.
+    :param max_unavailable: limit of replicas that may be down at a time.
     """
     away = {index for index, state in states.items() if state not in GOOD}
     free = [index for index in todo if index in away]

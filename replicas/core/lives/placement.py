@@ -58,7 +58,10 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     per_node: int | None = None
 
     def accepts(self, offer: Offer) -> bool:
-        """Return True if the node has the required labels and CPUs; ignore GPUs."""
+        """Return True if the node has the required labels and CPUs.
+
+        GPUs and memory, which others may use, are not looked at.
+        """
         return self.has_labels(offer) and self.has_cpus(offer)
 
     def has_labels(self, offer: Offer) -> bool:
@@ -83,6 +86,11 @@ class _Room:
     """Free resources of one node."""
 
     def __init__(self, offer: Offer, taken: Sequence[Share], group: str) -> None:
+        """Subtract what others use from a node's offer.
+
+        :param taken: shares of others on this node.
+        :param group: the group whose parts are counted.
+        """
         used = {gpu for share in taken for gpu in share.gpus}
         self.offer = offer
         self.gpus = tuple(gpu for gpu in offer.gpus if gpu not in used)
@@ -95,7 +103,7 @@ class _Room:
         return enough and (need.per_node is None or self.parts < need.per_node)
 
     def give(self, need: Need) -> Share:
-        """Reserve the resources of one part, and return them as a share."""
+        """Take the resources of one part from this room, and return them as a share."""
         gpus, self.gpus = self.gpus[: need.gpus], self.gpus[need.gpus :]
         memory_nbytes = need.memory_nbytes or 0
         self.memory_nbytes -= memory_nbytes
@@ -125,7 +133,10 @@ def place(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> tuple[
 
 
 def _missing(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> str:
-    """Return a text of the resources that the nodes lack: "2 GPUs (1 free)"."""
+    """Return what the nodes lack for the replica, as text: "2 GPUs (1 free)".
+
+    :param taken: shares of other replicas.
+    """
     if not offers:
         return "a node: no agent has joined"
     with_labels = [offer for offer in offers if need.has_labels(offer)]
@@ -146,7 +157,11 @@ def _missing(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> str
 
 
 def _wanted(need: Need, rooms: Sequence[_Room], *, named: bool) -> list[str]:
-    """Return what these nodes lack, as texts; ``named``: name the nodes."""
+    """Return what these nodes lack for the replica, one text for each resource.
+
+    :param rooms: the free resources of the nodes that have the labels and CPUs.
+    :param named: name the nodes in the texts.
+    """
     wanted = []
     if need.per_node is not None and sum(max(0, need.per_node - room.parts) for room in rooms) < need.parts:
         wanted.append(f"a node with fewer than {need.per_node} of the group")
@@ -161,5 +176,5 @@ def _wanted(need: Need, rooms: Sequence[_Room], *, named: bool) -> list[str]:
 
 
 def _having(marks: Sequence[str]) -> str:
-    """Return the text " with ..." of these marks, or "" without any."""
+    """Return the text " with ..." of requirements such as "zone=a", or "" for none."""
     return f" with {', '.join(marks)}" if marks else ""

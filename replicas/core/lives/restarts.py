@@ -33,7 +33,10 @@ _ALL = 0
 
 
 def wants_restart(config: RestartConfig, *, ok: bool) -> bool:
-    """Return True if the policy restarts a replica; ``ok``: it ended well."""
+    """Return True if the group's policy restarts a replica that has ended.
+
+    :param ok: every rank exited with code 0.
+    """
     return config.policy == "always" or (config.policy == "on-failure" and not ok)
 
 
@@ -56,6 +59,10 @@ class Restarts:
     """
 
     def __init__(self, config: RestartConfig, *, rng: random.Random | None = None) -> None:
+        """Start with an unspent budget.
+
+        :param rng: source of the jitter; a seeded one makes the delays reproducible.
+        """
         self._rng = random.Random() if rng is None else rng
         self._spent: deque[tuple[float, int]] = deque()
         """Time and replica of each restart in the window."""
@@ -65,21 +72,28 @@ class Restarts:
         self.use(config)
 
     def use(self, config: RestartConfig) -> None:
-        """Replace the rules; restarts already spent stay spent."""
+        """Replace the rules, as after a reload; restarts already spent stay spent."""
         self.config = config
         self._backoff = Backoff(config.initial_delay_s, config.max_delay_s)
 
     def key(self, replica: int) -> int:
-        """Return the key of its cycles and delays: its index, or 0 for the group."""
+        """Return the key under which cycles and restarts of a replica are counted.
+
+        That is its index, or 0 for all if the group restarts as a whole.
+        """
         return _ALL if self.config.strategy == "group" else replica
 
     def ended(self, replica: int, *, ok: bool, progressed: bool | None, ran_s: float, now: float) -> RestartVerdict:
-        """Judge a generation that has ended without a request, and spend its restart.
+        """Judge a generation that has ended without a request.
+
+        Count a cycle without progress, and spend a restart of the group's budget if the
+        verdict is to restart. Replicas of a group that restarts as a whole spend one
+        together.
 
         :param ok: every rank exited with code 0.
         :param progressed: whether it reached a new step or version; None if it has no
             steps.
-        :param ran_s: how long it ran.
+        :param ran_s: for how many seconds it ran.
         """
         config = self.config
         if not wants_restart(config, ok=ok):
@@ -101,10 +115,12 @@ class Restarts:
         return RestartVerdict(delay_s)
 
     def spend_restart(self, replica: int, *, now: float) -> float | None:
-        """Spend one restart of ``replica``; return the seconds to wait before it.
+        """Spend one restart of the group's budget; return the seconds until it.
 
-        Return None, and spend nothing, if the budget is used up. ``replica`` is a key
-        as :meth:`key` returns.
+        Return None, and spend nothing, if the budget is used up.
+
+        :param replica: a key as :meth:`key` returns; the delay doubles with each
+            restart under it.
         """
         if self.remaining(now) == 0:
             return None
@@ -120,7 +136,7 @@ class Restarts:
         return [(max(0.0, now - at), replica) for at, replica in self._spent]
 
     def remaining(self, now: float) -> int:
-        """Return the number of restarts left in the group's budget."""
+        """Return the restarts left in the group's budget; forget expired ones."""
         while self._spent and self._spent[0][0] <= now - self.config.window_s:
             self._spent.popleft()
         return max(0, self.config.max_restarts - len(self._spent))
@@ -130,35 +146,39 @@ class Restarts:
         return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 1.0
 
     def resumed(self) -> None:
-        """End the incident, as the replicas of the group are being started again."""
+        """Note that the group was started as a whole: no restart of it is pending."""
         self._resume_at = None
 
     def resume_in_s(self, now: float) -> float:
-        """Return the seconds until the group restarts as a whole; 0 if it need not."""
+        """Return the seconds until the group restarts as a whole; 0 if it does not."""
         return 0.0 if self._resume_at is None else max(0.0, self._resume_at - now)
 
     def cycles_of(self, replica: int) -> int:
-        """Return how many generations in a row have made no progress."""
+        """Return how many generations of the replica in a row made no progress."""
         return self.cycles.get(self.key(replica), 0)
 
     def spent(self, now: float) -> bool:
-        """Return True if any restart in the window, or any cycle, is counted."""
+        """Return True if a restart in the window, or any cycle, is counted.
+
+        A cycle is a generation without progress.
+        """
         return bool(self.ages(now) or self.cycles)
 
     def reset(self) -> None:
-        """Forget all spent restarts, cycles and the incident."""
+        """Forget all spent restarts, cycles, and the pending restart of the group."""
         self._spent.clear()
         self.cycles.clear()
         self._resume_at = None
 
     def remove_replica(self, replica: int) -> None:
-        """Forget a replica that is no longer wanted; its spent restarts stay spent."""
+        """Forget the cycles of a replica that was removed; spent restarts stay."""
         self.cycles.pop(replica, None)
 
     def restore(self, *, spent: Sequence[tuple[float, int]], cycles: Mapping[int, int], now: float) -> None:
-        """Take over the restarts that an earlier supervisor had spent.
+        """Take over the counts that an earlier supervisor has saved.
 
-        :param spent: as in :meth:`ages`.
+        :param spent: (age in seconds, replica) of each restart, as in :meth:`ages`.
+        :param cycles: generations in a row without progress, by :meth:`key`.
         """
         self.cycles = {replica: count for replica, count in cycles.items() if count}
         # sorted, as popleft() takes the oldest

@@ -49,7 +49,11 @@ class Tenancy:
         self._number = 0
 
     def step(self, event: TenancyEvent) -> None:
-        """Enter the next state by :data:`TENANCY`."""
+        """Change the state by :data:`TENANCY`.
+
+        :raises replicas.common.table.InvalidStep: ``event`` cannot happen in this
+            state.
+        """
         self.state = TENANCY.next(self.state, event)
 
     @property
@@ -70,14 +74,18 @@ class Tenancy:
     def granted(self, lease_s: float, asked_at: float) -> None:
         """Start the lease of ``lease_s`` seconds from the request at ``asked_at``.
 
-        0 means that there is no lease, and :attr:`until` no limit.
+        Set :attr:`until`, the time at which everything must begin to end. 0 seconds
+        mean that there is no lease, and no such time.
         """
         self._lease_s = lease_s
         self._sent.clear()  # beats to an earlier supervisor prove nothing to this one
         self.until = asked_at + lease_s if lease_s else None
 
     def next_beat(self, now: float) -> int:
-        """Return the number of a beat that the caller sends now; remember its time."""
+        """Return the number of the beat (sign of life) that the caller sends now.
+
+        Remember its time, from which :meth:`extend_lease` counts.
+        """
         self._number += 1
         self._sent[self._number] = now
         return self._number
@@ -94,7 +102,10 @@ class Tenancy:
         self._sent = {other: at for other, at in self._sent.items() if other > number}
 
     def limit_without_supervisor(self, now: float, patience_s: float) -> None:
-        """Without a supervisor, end after ``patience_s``, or earlier with the lease."""
+        """Limit :attr:`until` to ``patience_s`` from now, as there is no supervisor.
+
+        A lease that ends earlier is not lengthened.
+        """
         left = now + patience_s
         self.until = left if self.until is None else min(self.until, left)  # this never lengthens a lease
 

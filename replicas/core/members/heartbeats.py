@@ -39,7 +39,7 @@ class Heartbeats:
 
     @staticmethod
     def interval_s(members: int, lease_s: float) -> float:
-        """Return the seconds between heartbeats, for a number of members.
+        """Return the seconds between heartbeats for a channel with so many members.
 
         :param lease_s: the shortest lease of a member.
         """
@@ -57,14 +57,20 @@ class Heartbeats:
         self._slowest_s = max(self._slowest_s, interval_s)
 
     def note_sent_to_all(self, interval_s: float, now: float) -> None:
-        """Note that all members were sent this interval, in a View."""
+        """Note that all members were sent this interval, in a View (a new epoch).
+
+        A shorter interval is expected only when every member must have read the View.
+        """
         if interval_s >= self._slowest_s:  # a slower pace is allowed at once
             self._slowest_s, self._slow_until = interval_s, 0.0
         elif not self._slow_until:
             self._slow_until = now + 2 * self._slowest_s  # a View may take a whole interval until it is read
 
     def tick(self, interval_s: float, now: float) -> None:
-        """Expect ``interval_s``, once every member must have read the View with it."""
+        """Expect ``interval_s`` from now on, if all members must have read of it.
+
+        Otherwise the slower interval, which they may still use, stays tolerated.
+        """
         if self._slow_until and now > self._slow_until:
             self._slowest_s, self._slow_until = interval_s, 0.0
 
@@ -77,9 +83,10 @@ class ChannelSilence:
         self._counted_to = 0.0
 
     def end_silence(self, now: float) -> float:
-        """Note that a member was heard.
+        """Note that a member was heard, so that the coordinator has a network.
 
-        Return the seconds of grace for the others, or 0 if there was no silence.
+        Return the seconds by which to extend the leases of the others, which may need
+        that long to reconnect; 0 if there was no silence.
         """
         silence_s = now - self._heard_at
         deaf = self._counted_to > self._heard_at > 0.0  # some of this silence was not counted
@@ -87,13 +94,14 @@ class ChannelSilence:
         return min(silence_s, GRACE_MAX_S) if deaf else 0.0
 
     def note_no_members(self) -> None:
-        """Note that there are no members: their absence does not count as silence."""
+        """Note that there are no members, so that silence is not a fault."""
         self._heard_at = 0.0
 
     def take_uncounted_s(self, now: float) -> float:
-        """Return the seconds in which no member was heard, to be left out of leases.
+        """Return the seconds without any message that must not count against leases.
 
-        Only those since the last call; 0 while members are heard.
+        Only those since the last call. Return 0 while members are heard, and after a
+        silence of more than two minutes.
         """
         silence_s = now - self._heard_at
         if not self._heard_at or not QUIET_S < silence_s <= DEAF_MAX_S:  # 0: no member is there

@@ -25,24 +25,30 @@ class History:
         self._losses: dict[str, deque[float]] = {}
 
     def note_join(self, member: Member) -> None:
-        """Note that the identity has joined; forget that it had left."""
+        """Note that a rank has joined; forget that it had left."""
         self.joined.add(member.name)
         self.left.get((member.group, member.replica), {}).pop(member.rank, None)
 
     def note_left(self, member: Member, generation: int, now: float) -> None:
-        """Note that the identity has left in good order."""
+        """Note that a rank has left in good order, so that it is not missed."""
         self.left.setdefault((member.group, member.replica), {})[member.rank] = (generation, now)
 
     def note_loss(self, name: str, now: float) -> None:
-        """Note that the identity, by its name, was lost without an orderly leave."""
+        """Note that a rank was lost without an orderly leave.
+
+        :param name: ``group/replica/rank``.
+        """
         self._losses = {known: at for known, at in self._losses.items() if now - at[-1] <= FLAP_WINDOW_S}
         self._losses.setdefault(name, deque(maxlen=16)).append(now)  # 16: by then delays are as long as they get
 
     def losses(self, name: str, now: float) -> int:
-        """Return how often the identity was lost within :data:`FLAP_WINDOW_S`."""
+        """Return how often the rank of this name was lost within the last minute."""
         return sum(now - at <= FLAP_WINDOW_S for at in self._losses.get(name, ()))
 
     def take_unloaded(self) -> dict[str, str]:
-        """Return, by replica, why it failed to load since the last call; clear it."""
+        """Return why replicas failed to load since the last call, by replica.
+
+        Forget it.
+        """
         found, self.unloaded = self.unloaded, {}
         return found

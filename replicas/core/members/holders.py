@@ -21,20 +21,20 @@ class Holders:
         self._carrying: Counter[int] = Counter()
 
     def insert(self, state: MemberState) -> None:
-        """Enter a member of the roster, with the versions that it holds."""
+        """Add a member, which joins the roster, with the versions that it holds."""
         if state.is_target and state.carries:
             self._carriers[state.member] = state
         for version in state.held:
             self.note(state, version, held=True)
 
     def remove(self, state: MemberState) -> None:
-        """Remove a member, with the versions that it holds."""
+        """Remove a member, which leaves the roster, from all indices."""
         for version in state.held:
             self.note(state, version, held=False)
         self._carriers.pop(state.member, None)
 
     def note(self, state: MemberState, version: int, *, held: bool) -> None:
-        """Note that the member has got the version (``held``), or dropped it."""
+        """Note that the member has got the whole version (``held``), or dropped it."""
         carries = state.member in self._carriers
         if held:
             self._of.setdefault(version, {})[state.member] = state
@@ -46,11 +46,11 @@ class Holders:
             del self._of[version], self._carrying[version]  # versions come and go for as long as the run
 
     def of(self, version: int) -> list[MemberState]:
-        """Return members that hold the whole of ``version``, in no order."""
+        """Return the members that hold the whole of ``version``, in no order."""
         return list(self._of.get(version, {}).values())
 
     def lacking(self, version: int) -> list[MemberState]:
-        """Return the targets that carry bytes and lack ``version``, live or not."""
+        """Return the targets, live or not, that receive bytes and lack ``version``."""
         if self._carrying[version] == len(self._carriers):  # all have it: the usual case, without a walk
             return []
         return [state for state in self._carriers.values() if version not in state.held]

@@ -71,6 +71,12 @@ class Hosts:
     """
 
     def __init__(self, roster: Roster, out: list[Effect], here: tuple[str, Beacon] | None) -> None:
+        """Start without members.
+
+        :param out: the channel's effects, to which messages are added.
+        :param here: boot id and beacon of the coordinator's process, if it has memory
+            to share.
+        """
         self._roster, self._out = roster, out
         self._shared = roster.config.transport != "group"
         self._by_device = roster.config.staging == "device"
@@ -83,14 +89,16 @@ class Hosts:
         self.own = self._new() if self._here is not None else 0
 
     def on(self, host: int) -> list[MemberState]:
-        """Return the members on this host."""
+        """Return the members on the host of this number."""
         return list(self._members.get(host, {}).values())
 
     def delays_publish(self, since: float, now: float) -> bool:
-        """Return True if a publish that is ready since ``since`` waits for newcomers.
+        """Return True if a publish still waits until the hosts of newcomers are known.
 
-        A newcomer is a target whose host is not known yet. One that does not answer
-        delays one publish, not each.
+        A newcomer is a target whose host is not known yet. It delays a publish for a
+        second at most, and if it does not answer, one publish, not each.
+
+        :param since: when the publish was ready to move.
         """
         if not self._searches or now >= since + NEWCOMERS_S:
             return False
@@ -101,12 +109,20 @@ class Hosts:
     # ------------------------------------------------------------ finding the host
 
     def joined(self, state: MemberState, now: float) -> None:
-        """Start the search for a new member's host; observers have none."""
+        """Start the search for a new member's host, by a request to try beacons.
+
+        Observers have no host.
+        """
         if not state.observes:
             self._search(state, _Search(now + LOCATE_S))
 
     def _search(self, state: MemberState, search: _Search) -> None:
-        """Have the member try hosts not tried yet, or make it a host of its own."""
+        """Ask the member to try the beacons of hosts that it has not tried (Locate).
+
+        If there are none, make the member a host of its own.
+
+        :param search: what was tried so far; it is stored until the answer.
+        """
         beacons, search.hosts = self._candidates(state, search.tried)
         if not beacons:
             self._put(state, self._new())
@@ -116,7 +132,7 @@ class Hosts:
         self._out.append(Send(state.member, Locate(tuple(beacons))))
 
     def located(self, state: MemberState, message: Located) -> None:
-        """Handle a member's answer: put it on the host that it found.
+        """Put a member on the host whose beacon it could read.
 
         Without a match, have it try hosts that have appeared since.
         """
@@ -130,18 +146,24 @@ class Hosts:
             self._search(state, search)
 
     def make_own_host(self, state: MemberState) -> None:
-        """Make the member a host of its own: it cannot map the others' memory."""
+        """Move the member to a new host of its own, as it cannot map others' memory.
+
+        It is sent all bytes from now on.
+        """
         self._remove_member(state)
         self._put(state, self._new())
 
     def lost(self, state: MemberState) -> None:
-        """Remove a lost member from its host, and end its search."""
+        """Remove a lost member from its host, and forget its search for one."""
         self._searches.pop(state.member, None)
         self._unwarned.pop(state.member, None)
         self._remove_member(state)
 
     def tick(self, now: float) -> None:
-        """Make members that did not answer in time hosts of their own."""
+        """Make each member a host of its own that did not answer in time.
+
+        A member answers Locate, the request to find the host that it shares.
+        """
         for member, search in list(self._searches.items()):
             state = self._roster.get(member)
             if now > search.until and state is not None:
@@ -149,9 +171,11 @@ class Hosts:
                 self._put(state, self._new())
 
     def _candidates(self, state: MemberState, tried: set[int]) -> tuple[list[Beacon], list[int]]:
-        """Return beacons of untried hosts that may be the member's, and their hosts.
+        """Return the beacons to try for the member, and the number of each one's host.
 
-        Two lists of equal length; a beacon is a small memory that proves a host.
+        Two lists of equal length. A beacon is a small memory that proves a host.
+
+        :param tried: hosts to leave out.
         """
         place = self._place(state)
         if place is None:
@@ -167,7 +191,10 @@ class Hosts:
         return [beacon for beacon, _ in found], [host for _, host in found]
 
     def _place(self, state: MemberState) -> Place | None:
-        """Return the member's place, or None if it shares no memory."""
+        """Return the key that is equal for members that may be on one host.
+
+        Return None if the member never shares memory.
+        """
         hello = state.hello
         if not self._shared or hello.beacon is None or state.is_peer or (self._by_device and not hello.cuda_devices):
             return None
@@ -175,7 +202,11 @@ class Hosts:
         return hello.process.boot_id, namespace, hello.beacon.uid, gpu
 
     def _put(self, state: MemberState, host: int) -> None:
-        """Put the member on the host; announce lanes once there are several hosts."""
+        """Put the member on this host.
+
+        Once there are several hosts, queue a notice (LaneAhead) to members that had
+        none: they prepare to send bytes over the network.
+        """
         state.host = host
         self._members.setdefault(host, {})[state.member] = state
         if not state.is_peer:
@@ -195,9 +226,11 @@ class Hosts:
     # ------------------------------------------------------------ lent memory
 
     def release(self, latest: int, now: float, *, host: int | None = None) -> None:
-        """Send owners Released for unused versions older than ``latest``.
+        """Tell owners of lent memory that no responsive member reads it (Released).
 
-        A version is used while another responsive member of its host has it.
+        That is done for versions older than ``latest``: the owner need not wait for
+        locks on their memory. A version is in use while another responsive member of
+        the host has it.
 
         :param host: only owners on this host; None: all.
         """
@@ -209,10 +242,10 @@ class Hosts:
                     self._out.append(Send(owner.member, Released(version)))
 
     def readers(self, owners: Iterable[MemberState], latest: int) -> dict[str, set[int]]:
-        """Return by name the members that keep slots of ``owners`` in use.
+        """Return the members that keep the memory of ``owners`` in use, by name.
 
-        Their versions, older than ``latest``, are in memory that ``owners`` have lent.
-        Members of one GPU copy, and keep no slot of another.
+        Each comes with the versions, older than ``latest``, that it has mapped there.
+        Members of one GPU copy, and keep no memory of another in use.
         """
         pairs = [(one, other) for one in owners for other in self.on(one.host) if one is not other]
         kept = {other.member.name: one.lent & one.held.keys() & other.held.keys() for one, other in pairs}
@@ -220,7 +253,12 @@ class Hosts:
         return {name: versions for name, versions in old.items() if versions and not self._by_device}
 
     def blame(self, error: ReplicasError, owners: Iterable[MemberState], latest: int) -> ReplicasError:
-        """Name in a Busy of ``owners`` the members that keep their slots in use."""
+        """Add to a Busy of ``owners`` which members keep their slots in use.
+
+        Return ``error``, changed; other errors stay as they are.
+
+        :param latest: the newest committed version; only older ones are in the way.
+        """
         if isinstance(error, Busy) and (readers := self.readers(owners, latest)):
             kept = [f"{name} has version {', '.join(map(str, sorted(held)))}" for name, held in readers.items()]
             error.message, error.members = f"{error.message}; {list_text(kept)}", tuple(readers)
@@ -243,6 +281,10 @@ class Keeping:
     """
 
     def __init__(self, channel: str, roster: Roster, hosts: Hosts, out: list[Effect]) -> None:
+        """Start without memory.
+
+        :param out: the channel's effects, to which those that open memory are added.
+        """
         self._channel, self._roster, self._hosts, self._out = channel, roster, hosts, out
         self._version = 0
         self._asked: dict[Member, MemberState] = {}
@@ -251,7 +293,13 @@ class Keeping:
         self._stand_ins: dict[Member, MemberState] = {}
 
     def update_keepers(self, latest: int) -> None:
-        """Keep ``latest``, the newest committed version, if possible; drop others."""
+        """Keep the newest committed version in the coordinator's process, if possible.
+
+        Queue the effects that open its memory on this host and close that of an older
+        version.
+
+        :param latest: the version whose bytes that one has.
+        """
         if latest != self._version:
             self._out.extend(LetGo(self._channel, member) for member in self._asked)
             for known in (self._asked, self._kept, self._stand_ins):
@@ -267,7 +315,9 @@ class Keeping:
             self._out.append(Keep(self._channel, owner.member, owner.places[latest], latest))
 
     def kept(self, owner: Member, version: int, place: SlotPlace | None) -> None:
-        """Handle the engine's result of a ``Keep`` effect.
+        """Take the engine's result of a ``Keep`` effect, which opens memory.
+
+        If its owner was lost meanwhile, a stand-in takes its place.
 
         :param place: where the coordinator's process holds the memory; None: it failed.
         """
@@ -283,13 +333,13 @@ class Keeping:
             self._stand_in(state)
 
     def lost(self, state: MemberState) -> None:
-        """Replace a member that has left the roster by its stand-in, if it is kept."""
+        """Let a stand-in replace a member that was lost, if its memory is kept."""
         if state.member in self._kept:
             self._stand_in(state)
         self._failed.discard(state.member)
 
     def _stand_in(self, state: MemberState) -> None:
-        """Make the stand-in of a lost member, whose memory is kept."""
+        """Make the stand-in of a lost member: a copy that has only the kept memory."""
         version, member = self._version, state.member
         other = copy(state)
         other.host = self._hosts.own
@@ -300,17 +350,18 @@ class Keeping:
         self._stand_ins[member] = other
 
     def stand_ins_with(self, version: int) -> list[MemberState]:
-        """Return the stand-ins that have ``version`` or a part of it."""
+        """Return the stand-ins of lost members with ``version`` or a part of it."""
         return list(self._stand_ins.values()) if version == self._version else []
 
     def member_or_stand_in(self, member: Member) -> MemberState | None:
-        """Return the member, or its stand-in if it is lost, or None."""
+        """Return the member's state, or its stand-in's if it is lost, or None."""
         return self._roster.get(member) or self._stand_ins.get(member)
 
     def serves(self, version: int, part_owners: Iterable[Member], needers: Iterable[MemberState]) -> bool:
-        """Return True if any of ``needers`` can get ``version`` from memory kept here.
+        """Return True if any of ``needers`` can map ``version`` from memory kept here.
 
-        The host of a newcomer may be unknown yet: it may be this one.
+        That is the memory of lost members on the coordinator's host. The host of a
+        newcomer, if unknown yet, may be this one.
 
         :param part_owners: the owners of its parts; empty for a whole image.
         """

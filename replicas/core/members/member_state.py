@@ -21,20 +21,23 @@ class Held(dict[int, str]):
     on_change: Callable[[int, bool], None] | None = None
 
     def __setitem__(self, version: int, digest: str) -> None:
-        """Do as ``dict``, and call :attr:`on_change` for a new version."""
+        """Set the digest of a held version; call :attr:`on_change` if it is new."""
         new = version not in self
         super().__setitem__(version, digest)
         if new and self.on_change is not None:
             self.on_change(version, True)
 
     def __delitem__(self, version: int) -> None:
-        """Do as ``dict``, and call :attr:`on_change`."""
+        """Remove a version that is held no longer, and call :attr:`on_change`."""
         super().__delitem__(version)
         if self.on_change is not None:
             self.on_change(version, False)
 
     def pop(self, version: int, *default: Any) -> Any:
-        """Do as ``dict.pop``, and call :attr:`on_change`."""
+        """Remove a version as ``dict.pop`` does.
+
+        Call :attr:`on_change` if it was held.
+        """
         if version not in self:
             return super().pop(version, *default)
         digest = self[version]
@@ -77,13 +80,18 @@ class Life:
     counts: dict[int, tuple[ProcessIdentity, int] | None] = field(default_factory=dict)
 
     def is_continued_by(self, hello: Hello) -> bool:
-        """Return True if ``hello`` continues this life, which has no member now."""
+        """Return True if a joining rank continues this life, which has no member now.
+
+        A life is one run of a replica's processes. Otherwise the rank begins another.
+
+        :param hello: the rank's first message.
+        """
         if hello.proof or self.generation != hello.generation:
             return self.generation == hello.generation
         return self.ranks.get(hello.rank, hello.process) == hello.process and not self.lost - {hello.rank}
 
     def joined(self, hello: Hello) -> None:
-        """Note that a rank has joined this life."""
+        """Note the process of a rank that has joined this life; it is not lost then."""
         self.ranks[hello.rank] = hello.process
         self.lost.discard(hello.rank)
         self.resumed = self.resumed or hello.resume_term != 0
@@ -101,7 +109,7 @@ class Reading:
 
     @property
     def ends_at(self) -> float:
-        """The time when it will have read all, at its average rate."""
+        """The time when the member will have read the manifest, at its average rate."""
         return self.since + (self.at - self.since) * self.total_nbytes / max(1, self.nbytes)
 
 
@@ -169,13 +177,16 @@ class MemberState:
     """The last epoch of which it was sent a View."""
 
     def step(self, event: MemberEvent) -> None:
-        """Change its standing, by the table ``MEMBER``."""
+        """Change the member's standing (joining, live, ...) by the table ``MEMBER``.
+
+        :raises replicas.common.table.InvalidStep: ``event`` cannot happen now.
+        """
         self.standing = MEMBER.next(self.standing, event)
 
     def drop_version(self, version: int) -> bool:
         """Forget the member's copy and part of the version; return True if it had any.
 
-        It sends the member nothing.
+        It sends the member nothing, and frees no memory.
         """
         had = self.held.pop(version, None) is not None or version in self.parts
         self.parts.discard(version)
@@ -184,40 +195,40 @@ class MemberState:
 
     @property
     def live(self) -> bool:
-        """Whether it belongs to the present epoch."""
+        """True if the member belongs to the current epoch, the present membership."""
         return self.standing == "live"
 
     @property
     def caught_up(self) -> bool:
-        """True if it holds the version without which it was left behind, or a newer.
+        """True if the member holds the version that it missed, or a newer one.
 
-        A target without it would delay every sync.
+        Also if it missed none. A target without that version would delay every sync.
         """
         return not self.missed or max(self.held, default=0) >= self.missed
 
     @property
     def from_before(self) -> bool:
-        """True if the member comes from another coordinator."""
+        """True if the member's session began under another coordinator."""
         return self.hello.resume_term != 0
 
     @property
     def is_source(self) -> bool:
-        """Whether it publishes versions."""
+        """True if the member's group publishes versions."""
         return self.settings.role in ("source", "both")
 
     @property
     def is_target(self) -> bool:
-        """Whether it receives versions."""
+        """True if the member's group receives versions."""
         return self.settings.role in ("target", "both")
 
     @property
     def is_peer(self) -> bool:
-        """Whether it takes part in collectives."""
+        """True if the member takes part in collectives."""
         return self.settings.role == "peer"
 
     @property
     def observes(self) -> bool:
-        """True if it is an observer, which takes no part in syncs."""
+        """True if the member is an observer, which takes no part in syncs."""
         return self.settings.role == "observer"
 
 
@@ -233,20 +244,21 @@ class HighWaterMarks:
         self._marks: dict[tuple[str, int], tuple[int, int, int]] = {}
 
     def of(self, group: str, replica: int) -> tuple[int, int, int]:
-        """Return ``(newest step, newest version, count of operations without a step)``.
+        """Return what the replica has reached, as three numbers.
 
-        Without any: ``(-1, 0, 0)``.
+        They are ``(newest step, newest version, count of operations without a step)``,
+        or ``(-1, 0, 0)`` if there are none.
         """
         return self._marks.get((group, replica), (-1, 0, 0))
 
     def drop_replicas(self, group: str, replicas: int) -> None:
-        """Forget the replicas of the group from index ``replicas`` on."""
+        """Forget the group's replicas from index ``replicas`` on; they are removed."""
         self._marks = {key: marks for key, marks in self._marks.items() if key[0] != group or key[1] < replicas}
 
     def note(self, group: str, replica: int, *, step: int = -1, version: int = 0, operations: int = 0) -> None:
-        """Raise the marks to a step or version that was reached.
+        """Raise the replica's marks to a step or version that was reached.
 
-        :param operations: operations without a step, which are added.
+        :param operations: number of operations without a step, added to the count.
         """
         known = self.of(group, replica)
         self._marks[group, replica] = max(known[0], step), max(known[1], version), known[2] + operations

@@ -48,7 +48,7 @@ MULTI_RANK_VERSION = (2, 30)
 
 
 def sends_by_group(config: ChannelConfig) -> bool:
-    """Return True if versions are first sent by a process group."""
+    """Return True if the channel sends versions by a process group, not by pulls."""
     on_device = config.transport == "auto" and config.staging == "device"
     return not config.encrypt and (config.transport == "group" or on_device)
 
@@ -83,8 +83,9 @@ def settings_of(hello: Hello, config: ChannelConfig, heartbeat_interval_s: float
 
 
 def check_identity(hello: Hello, replica: Iterable[MemberState], config: ChannelConfig) -> None:
-    """Check rank, world size and index of a newcomer.
+    """Check that rank, world size and replica index of a newcomer are possible.
 
+    :param hello: the newcomer's first message.
     :param replica: the present members of its replica.
     :raises replicas.errors.ReplicasError: they are out of range, or do not agree.
     """
@@ -107,8 +108,9 @@ def check_identity(hello: Hello, replica: Iterable[MemberState], config: Channel
 
 
 def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> None:
-    """Compare a newcomer with the present members.
+    """Compare torch, NCCL and GPUs of a newcomer with those of the present members.
 
+    :param others: Hellos of the present members.
     :raises replicas.errors.Preflight: it is not compatible with the channel or with one
         of them; names the mismatch and the remedy.
     """
@@ -137,7 +139,7 @@ def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> 
 
 
 def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield each difference as (value here, value there, remedy)."""
+    """Yield each difference of two members as (value here, value there, remedy)."""
     mine, theirs = hello.torch_version, other.torch_version
     if mine and theirs and _release(mine) != _release(theirs):  # an unknown release is not judged
         remedy = f"install torch {_release(theirs)} for both, or {_release(mine)}, and start them again"
@@ -168,9 +170,9 @@ def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[t
 
 
 def nccl_works(hellos: Sequence[Hello]) -> bool:
-    """Return True if NCCL accepts these processes as one group, by their GPUs.
+    """Return True if NCCL can form one group of these processes, by their GPUs.
 
-    It needs one for each process, all different, unless several ranks on one are
+    It needs one GPU for each process, all different, unless several ranks on one are
     enabled. NCCL takes one GPU for two if the processes' NCCL_HOSTID differ (correct,
     but slow).
     """
@@ -186,35 +188,42 @@ def nccl_works(hellos: Sequence[Hello]) -> bool:
 
 
 def _multi_rank(hello: Hello) -> bool:
-    """Return True if the process's NCCL takes several ranks on one GPU."""
+    """Return True if this process's NCCL allows several ranks on one GPU.
+
+    Its version must know that, and its environment enable it.
+    """
     numbers = [int(part) for part in hello.nccl_version.split(".") if part.isdigit()]
     return hello.nccl_env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and tuple(numbers) >= MULTI_RANK_VERSION
 
 
 def _shares_gpu(hello: Hello) -> bool:
-    """Return True if the process's environment lets NCCL share its GPU."""
+    """Return True if the process's environment lets two ranks share its GPU in NCCL."""
     return hello.nccl_env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" or bool(hello.nccl_env.get("NCCL_HOSTID"))
 
 
 def _release(version: str) -> str:
-    """Return major and minor number of a version of torch, such as "2.9"."""
+    """Return major and minor number of a torch version such as "2.9.1+cu128": "2.9"."""
     return ".".join(version.partition("+")[0].split(".")[:2])  # 2.9.1+cu128 works with 2.9.0
 
 
 def carries_bytes(hello: Hello, parties: Iterable[ChannelRole]) -> bool:
-    """Return True if one of these roles makes this rank itself move bytes."""
+    """Return True if a rank moves bytes itself, in any of these roles of its group.
+
+    In a role with ``ranks = "leader"`` only rank 0 does.
+    """
     return any(party.group == hello.group and (party.ranks != "leader" or hello.rank == 0) for party in parties)
 
 
 def _in_groups(hello: Hello, config: ChannelConfig) -> bool:
-    """Return True if this rank is ever part of a process group."""
+    """Return True if this rank may ever be a member of a process group."""
     return carries_bytes(hello, (*config.sources, *config.targets, *config.peers))
 
 
 def kind(hello: Hello, config: ChannelConfig) -> object:
-    """Return a key of what :func:`check_join` compares: equal keys need one check.
+    """Return a key of all that :func:`check_join` compares of a member.
 
-    With NCCL for certain each GPU counts, else only that there are some.
+    Of several members with equal keys, one need be compared. If NCCL is certain to be
+    used each GPU counts, else only that there are some.
     """
     return (
         hello.torch_version,

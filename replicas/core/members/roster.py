@@ -108,6 +108,7 @@ class Roster:
         return len(self._members)
 
     def get(self, member: Member) -> MemberState | None:
+        """Return the member's state, or None if it is not in the roster."""
         return self._members.get(member)
 
     def states(self, members: Iterable[Member]) -> list[MemberState]:
@@ -120,7 +121,7 @@ class Roster:
         return state.address if state is not None else ""
 
     def host(self, member: Member) -> int:
-        """Return the number of its host, or 0 if that is unknown or it has left."""
+        """Return the number of the member's host; 0 if it is unknown."""
         state = self._members.get(member)
         return state.host if state is not None else 0
 
@@ -131,10 +132,11 @@ class Roster:
     # ------------------------------------------------------------ joins and losses
 
     def add(self, hello: Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
-        """Create a new incarnation; return it and the one that it fences.
+        """Make the state of a new member; return it and the member that it replaces.
 
-        The caller must lose the fenced one and those :meth:`outlived` first, then
-        :meth:`insert` the new one.
+        The second, an earlier incarnation of the same rank, may be None. The roster is
+        not changed: the caller must lose that one and those :meth:`outlived` first,
+        then :meth:`insert` the new one.
 
         :raises errors.ReplicasError: the Hello is not acceptable.
         """
@@ -165,7 +167,7 @@ class Roster:
     def outlived(self, hello: Hello) -> list[MemberState]:
         """Return the members of generations that ``hello`` proves to be over.
 
-        None without a supervisor's proof: others number generations as they like.
+        Return [] without a supervisor's proof: others number generations as they like.
         """
         if not hello.proof or hello.observe:
             return []
@@ -175,7 +177,7 @@ class Roster:
     def _check_newer(self, hello: Hello, holder: MemberState) -> None:
         """Raise Fenced if ``hello`` is older than the present holder of its identity.
 
-        Of two from another coordinator, the one fenced there knows the lower epoch.
+        Two that come from another coordinator are compared by generation and epoch.
         """
         known = (hello.generation, hello.epoch)
         # a new join is the newest, whatever its numbers
@@ -187,15 +189,15 @@ class Roster:
         """Return the error of a member whose session ended because another process took
         its identity. Unless ``heard``, that happened between two of its connections."""
         member, holder = hello.member, None if hello.observe else self.holder_of(hello.member.name)
-        what, hint = f"{member} was declared lost while it could not be heard", None if heard else "join again"
+        what, hint = f"{member} was declared lost while it was disconnected", None if heard else "join again"
         if holder is not None and holder.hello.process == hello.process:
             what, hint = f"this process joined again as {member}", "keep the channel of one join, or close it first"
         elif holder is not None:
-            what = f"another process joined as {member}{'' if heard else ' while this one could not be heard'}"
+            what = f"another process joined as {member}{'' if heard else ' while this one was disconnected'}"
         return errors.Fenced(what, channel=self.config.name, members=[member.name], hint=hint)
 
     def insert(self, state: MemberState) -> None:
-        """Enter a new incarnation, made by :meth:`add`, in all indices."""
+        """Enter a new member's state, made by :meth:`add`, in all indices."""
         member = state.member
         self._members[member] = state
         if not state.observes:
@@ -207,7 +209,7 @@ class Roster:
         state.held.on_change = partial(self._held_changed, state)
 
     def _enter(self, state: MemberState) -> None:
-        """Add it to the members of its replica, and to the life that it belongs to."""
+        """Add the member to its replica, and to the life that it continues or opens."""
         key, hello = (state.member.group, state.member.replica), state.hello
         life = self._lives.get(key)
         # with a member there, whoever joins is of that life
@@ -217,7 +219,11 @@ class Roster:
         self._replicas.setdefault(key, {})[state.member] = state
 
     def remove(self, member: Member, *, in_order: bool = False) -> MemberState | None:
-        """Remove the member, now ``gone``; return its state, or None if unknown."""
+        """Remove the member, now ``gone``; return its state, or None if unknown.
+
+        If it was live, a new epoch begins. Without ``in_order``, its rank counts as
+        lost.
+        """
         state = self._members.pop(member, None)
         if state is None:
             return None
@@ -238,6 +244,7 @@ class Roster:
         return state
 
     def _held_changed(self, state: MemberState, version: int, held: bool) -> None:
+        """Update the indices: the member got (``held``) or dropped the version."""
         self.holders.note(state, version, held=held)
         self.on_held(state)
 
@@ -252,21 +259,22 @@ class Roster:
         return list(self._replicas.get((group, replica), {}).values())
 
     def life(self, member: Member) -> Life:
-        """Return the present or last life of the member's replica."""
+        """Return the present or last life (one run of its processes) of the replica."""
         return self._lives[member.group, member.replica]
 
     def lost(self, group: str, replica: int, generation: int | None) -> set[int]:
-        """Return the lost ranks of this generation, or of any if it is None."""
+        """Return the ranks of a replica that were lost and have not come back: those of
+        this generation, or of any if it is None."""
         life = self._lives.get((group, replica))
         return set(life.lost) if life is not None and generation in (life.generation, None) else set()
 
     def joined(self, group: str) -> dict[int, set[str]]:
-        """Return the incarnations of each replica of ``group``, by its index."""
+        """Return the members' incarnations (nonces) by the index of their replica."""
         replicas = ((index, members) for (name, index), members in self._replicas.items() if name == group)
         return {index: {member.incarnation for member in members} for index, members in replicas}
 
     def others(self, hello: Hello) -> list[Hello]:
-        """Return one Hello of each kind of member, for comparison with ``hello``.
+        """Return one Hello of each kind of member, to be compared with ``hello``.
 
         Members of the same identity, and those that it outlives, are left out.
         """
@@ -279,16 +287,16 @@ class Roster:
 
     @property
     def live(self) -> tuple[MemberState, ...]:
-        """Members of the current epoch, in order."""
+        """Members of the current epoch (membership), in order."""
         return self._current()[1]
 
     @property
     def targets(self) -> tuple[MemberState, ...]:
-        """Live targets that carry bytes, in order."""
+        """Live targets that receive bytes themselves, in order."""
         return self._current()[2]
 
     def _current(self) -> tuple[int, tuple[MemberState, ...], tuple[MemberState, ...]]:
-        """Return the epoch, its live members and its targets, from a cache."""
+        """Return the epoch, its live members and the targets of these; cached."""
         if self._cached[0] != self.epoch:  # every change of the live set starts a new one
             live = sorted((state for state in self if state.live), key=lambda state: state.member)
             self._cached = self.epoch, tuple(live), tuple(s for s in live if s.is_target and s.carries)
@@ -297,7 +305,7 @@ class Roster:
     # ------------------------------------------------------------ standings
 
     def admit(self, now: float) -> None:
-        """Make all waiting members live, in one new epoch, if there are any."""
+        """Make all waiting members live, in one new epoch; do nothing without any."""
         waiting = self.waiting(now)
         for state in waiting:
             state.step("admitted")
@@ -315,18 +323,20 @@ class Roster:
         return [state for state in self._admissible_members(now) if not state.caught_up]
 
     def _admissible_members(self, now: float) -> list[MemberState]:
+        """Return the joining or behind members that are :meth:`admissible`."""
         members = self.not_live.values()
         return [s for s in members if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
 
     def admissible(self, state: MemberState, now: float) -> bool:
-        """Return True if it is available, off probation, and misses no rank."""
+        """Return True if the member is available, its delay over, no rank missing."""
         return now >= state.not_before and self.available(state, now) and not self.missing_ranks(state)
 
     def missing_ranks(self, state: MemberState) -> list[str]:
-        """Return names of ranks of its life that must join before it is admitted.
+        """Return names of ranks that must join before this member is admitted.
 
-        None unless operations are between all ranks of the peers: else an operation
-        could begin with a part of them, and the others mistake the next one for it.
+        Return [] unless operations are between all ranks of the peers: else an
+        operation could begin with a part of them, and the others mistake the next one
+        for it.
         """
         if not state.is_peer or self.config.peers[0].ranks != "all":
             return []
@@ -335,11 +345,14 @@ class Roster:
         return [f"{member.replica_name}/{rank}" for rank in absent]
 
     def available(self, state: MemberState, now: float) -> bool:
-        """Return True if its host is known, it responds, and it is not draining."""
+        """Return True if the member's host is known, it responds, and is not ending."""
         return state.host != 0 and not state.draining and not self.is_suspect(state, now)
 
     def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
-        """Remove a live member from the epoch until it has caught up."""
+        """Remove a live member from the epoch until it has caught up.
+
+        :param missed: the version that it must have to be admitted again; 0 for none.
+        """
         self.epoch += 1  # only live members are left behind
         state.step("left_behind")
         self.not_live[state.member] = state
@@ -348,7 +361,7 @@ class Roster:
     # ------------------------------------------------------------ signs of life
 
     def note_heard(self, member: Member, now: float, rtt_s: float = 0.0) -> None:
-        """Note a sign of life, and the recent round-trip time unless it is 0."""
+        """Note a sign of life of a member, and the round-trip time unless it is 0."""
         if (state := self.get(member)) is not None:
             state.last_seen = max(state.last_seen, now)  # extend_leases() may have set it ahead of now
             state.rtt_s = rtt_s or state.rtt_s
@@ -360,12 +373,12 @@ class Roster:
             self.note_heard(member, now)
 
     def disconnected(self, member: Member, now: float) -> None:
-        """Note that its connection ended; it becomes suspect unless it reconnects."""
+        """Note that a member's connection ended; it is suspect unless it reconnects."""
         if (state := self.get(member)) is not None:
             state.cut_at = now
 
     def update_patience(self, now: float) -> None:
-        """Update the heartbeat patience."""
+        """Update after how much silence a member is suspect; call regularly."""
         self._heartbeats.tick(self.heartbeat_interval_s, now)
 
     @property
@@ -379,7 +392,8 @@ class Roster:
         return self._heartbeats.interval_s(len(self._members), self.shortest_lease_s)
 
     def welcome_settings(self, state: MemberState) -> ChannelSettings:
-        """Return the settings for a Welcome, with the current heartbeat interval."""
+        """Return the member's settings for its Welcome, and note that it is sent the
+        heartbeat interval in them."""
         interval_s = self.heartbeat_interval_s
         self._heartbeats.note_sent_to_one(interval_s)
         return msgspec.structs.replace(state.settings, heartbeat_interval_s=interval_s, carry_port=self.carry_port)
@@ -391,12 +405,13 @@ class Roster:
         return interval_s
 
     def is_suspect(self, state: MemberState, now: float) -> bool:
-        """Return True if the member missed three heartbeats, or has not reconnected."""
+        """Return True if the member missed three heartbeats, or has not reconnected.
+        Work goes on without it, but it stays a member until its lease ends."""
         cut = state.cut_at > 0.0 and now - state.cut_at > CUT_S
         return cut or now - state.last_seen > self._heartbeats.patience_s
 
     def expired(self, now: float) -> list[MemberState]:
-        """Return the members whose leases have ended."""
+        """Return the members that were silent for longer than their leases."""
         shortest_s = self.shortest_lease_s
         # a cheap filter before each group is looked up
         silent = [state for state in self if now - state.last_seen > shortest_s]
@@ -423,7 +438,7 @@ class Roster:
 
 
 def _discard(of: dict[Any, dict[Member, MemberState]], key: object, member: Member) -> None:
-    """Remove the member from the set of ``key``, and the set with its last one."""
+    """Remove the member from ``of[key]``, and the key with its last member."""
     states = of[key]
     states.pop(member, None)
     if not states:

@@ -19,7 +19,10 @@ _LOCAL = ("localhost", "::1", "0.0.0.0", "::")
 
 
 def others_of_server(state: MemberState, roster: Iterable[MemberState]) -> list[MemberState]:
-    """Return targets of other replicas that load into the newcomer's server."""
+    """Return targets of other replicas that load into the newcomer's server.
+
+    :param state: the newcomer; its ``server`` is set, or None.
+    """
     replica, server = state.member.replica_name, state.server
     return [o for o in roster if o.server == server and o.member.replica_name != replica] if server else []
 
@@ -34,9 +37,10 @@ def refusal(state: MemberState, other: MemberState, channel: str) -> errors.Pref
 
 
 def server_of(hello: Hello) -> object:
-    """Return a key, equal for all addresses of one server; None without a ``url``.
+    """Return a key of the server that a target loads into, by ``info["url"]``.
 
-    Names are not resolved. A loopback address names a server of the member's machine.
+    Equal for all addresses of one server; None without a valid url. Names are not
+    resolved. A loopback address names a server of the member's machine.
     """
     try:
         parts = urlsplit(hello.info.get("url", "").strip())

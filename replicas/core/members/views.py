@@ -23,6 +23,10 @@ class Views:
     """Sends the Views of one channel, and remembers the last one."""
 
     def __init__(self, roster: Roster, out: list[Effect]) -> None:
+        """Start with the roster's epoch as known to all members.
+
+        :param out: the channel's effects, to which Views (memberships) are added.
+        """
         self._roster, self._out = roster, out
         self._epoch = roster.epoch
         self._members: frozenset[Member] = frozenset()
@@ -30,7 +34,7 @@ class Views:
         self._at = 0.0
 
     def send_views_if_due(self, now: float) -> None:
-        """Send all members a View, if there is a new epoch and the rate allows it."""
+        """Queue a View to each member if the epoch is new and the rate allows it."""
         if self._epoch == self._roster.epoch:
             return
         self._credit = min(float(VIEWS_AT_ONCE), self._credit + VIEWS_PER_S * (now - self._at))
@@ -40,7 +44,11 @@ class Views:
             self._publish(now)
 
     def _publish(self, now: float) -> None:
-        """Send each member a View of the present epoch, whole or as a difference."""
+        """Queue a View of the present epoch to each member, and emit EpochStarted.
+
+        Members that know the epoch of the last View get the difference, if that is
+        shorter.
+        """
         roster, known = self._roster, self._epoch
         members = tuple(state.member for state in roster.live)
         interval_s = roster.take_interval_to_send(now)

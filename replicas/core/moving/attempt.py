@@ -72,6 +72,11 @@ class Attempt:
         deadline: float = 0.0,
         now: float = 0.0,
     ) -> None:
+        """Prepare the attempt; it sends nothing before :meth:`send_offers`.
+
+        :param plan: which member gets the version from which.
+        :param deadline: until when members may take part, by the clock of ``now``.
+        """
         self.plan, self.number, self.began_at, self.offered_at = plan, number, now, now
         self.tasks: dict[Member, Task] = {}
         self._in: dict[DeliveryState, dict[Member, Task]] = {state: {} for state in DELIVERY.states}
@@ -87,29 +92,36 @@ class Attempt:
     # ------------------------------------------------------------ tasks
 
     def of(self, *states: DeliveryState) -> list[Task]:
-        """Return the tasks in these states."""
+        """Return the tasks (one for each member that takes part) in these states."""
         return [one for state in states for one in self._in[state].values()]
 
     def step(self, one: Task, event: DeliveryEvent) -> None:
-        """Change a task's state by the table ``DELIVERY``."""
+        """Change the state of task ``one`` by the table ``DELIVERY``.
+
+        :raises replicas.common.table.InvalidStep: ``event`` cannot happen in its state.
+        """
         after = DELIVERY.next(one.state, event)
         self._in[one.state].pop(one.member, None)
         self._in[after][one.member] = one
         one.state = after
 
     def under_way(self, member: Member, number: int) -> Task | None:
-        """Return the offered task of a member; None if it is not of this attempt."""
+        """Return a member's task if it was offered and has not ended, or None.
+
+        :param number: of the attempt that the member means; None if that is another
+            one.
+        """
         one = self.tasks.get(member) if number == self.number else None
         return one if one is not None and one.state in ("offered", "taking") else None
 
     @property
     def any_open(self) -> bool:
-        """Whether any task has not ended."""
+        """True if a task has not ended: the attempt waits for its member."""
         return any(self._in[state] for state in OPEN)
 
     @property
     def concerned(self) -> frozenset[Member]:
-        """All its members."""
+        """All members of the attempt: those that get the version, and that serve it."""
         return frozenset((*self._servers, *self.tasks))
 
     @property
@@ -119,17 +131,17 @@ class Attempt:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether its broadcast waits for slots."""
+        """True if its broadcast waits until all members have their slots ready."""
         return any(one.in_group for one in self.of("offered"))
 
     @property
     def waits_for_slots(self) -> bool:
-        """Whether it waits only for members without a reserved slot."""
+        """True if the attempt waits only for members without a reserved slot."""
         pulls = [one.state for one in self.of(*OPEN, "came") if one.way == "pull"]
         return self.is_preparing or set(pulls) == {"offered"}
 
     def is_moving(self, now: float) -> bool:
-        """Return whether bytes move."""
+        """Return True if bytes move: a broadcast runs, or a pull made progress."""
         return self.stop_broadcast is not None or any(
             one.way == "pull" and now - one.moved_at < STILL_S for one in self.of("offered", "taking")
         )
@@ -137,7 +149,10 @@ class Attempt:
     # ------------------------------------------------------------ offers
 
     def send_offers(self, now: float) -> None:
-        """Send each member its role. Equal messages are one object, encoded once."""
+        """Queue the message that gives each member its role, and make its task.
+
+        Pulls are offered once their holders listen (:meth:`offer_pulls`).
+        """
         plan, filling = self.plan, self._payload.filling
         readers = Counter(plan.maps.values())
         lent = {lender: self._map_offer(lender, now, sharing) for lender, sharing in readers.items()}
@@ -156,7 +171,7 @@ class Attempt:
         self.offer_pulls(now)
 
     def offer_pulls(self, now: float) -> None:
-        """Offer the due pulls that have a listening holder for each part."""
+        """Queue offers of the due pulls that have a listening holder for each part."""
         payload, digests = self._payload, dict(enumerate(self._payload.part_digests))
         for one in self.of("due"):
             # a rank may have no piece of any tensor: its part is empty
@@ -176,26 +191,41 @@ class Attempt:
                 self._offer(one, message)
 
     def offer_map(self, member: Member, lender: Member, now: float) -> None:
-        """Offer a waiting member the memory of a member that now has the version."""
+        """Offer a member that waited to map the version from another one of its host.
+
+        :param lender: the member whose slot has the version now.
+        """
         self.offered_at = now
         self._offer(Task(member, "map", lenders=frozenset((lender,))), self._map_offer(lender, now))
 
     def start_broadcast(self, deadline: float, on_end: BroadcastEnd, now: float) -> None:
-        """Start the broadcast of the slots of its members, which are all ready."""
+        """Start the broadcast between the slots of its members, which are all ready.
+
+        :param on_end: called when it has ended, with its error or None.
+        """
         on_device = self._context.config.staging == "device" or self._payload.device == "cuda"
         members, device = self.plan.broadcast, "cuda" if on_device else "cpu"
         self.stop_broadcast = self._context.broadcast(self.number, members, device, deadline, on_end, now)
 
     def _offer(self, one: Task, message: TransferOffer) -> None:
+        """Set the member's task, mark it as offered, and queue the message."""
         self.tasks[one.member] = one
         self.step(one, "holder_up")
         self._context.send(one.member, message)
 
     def _map_offer(self, lender: Member, now: float, sharing: int = 1) -> TransferOffer:
+        """Return the offer to map the slot of ``lender``.
+
+        :param sharing: how many members of that host map it.
+        """
         return self._message("map", now, place=self._place(lender), sharing=sharing)
 
     def _message(self, role: Way, now: float, **more: Any) -> TransferOffer:
-        """Return an offer of this attempt for ``role``; ``more``: its other fields."""
+        """Return an offer of this attempt; it is not sent yet.
+
+        :param role: what the receiver is to do: map, pull, receive, send or serve.
+        :param more: the offer's other fields.
+        """
         payload = self._payload
         mode: Literal["image", "parts"] = "image" if role == "map" else self.plan.mode
         return TransferOffer(
@@ -211,17 +241,24 @@ class Attempt:
         )
 
     def _sharing(self, leader: Member) -> int:
-        """Return how many members of its host will have the slot of a leader."""
+        """Return how many members of the leader's host will have its slot.
+
+        The leader is the member that gets the version for its host; the others wait to
+        map it.
+        """
         return 1 + self._waiting[self._context.roster.host(leader)]
 
     def _base_of(self, member: Member) -> int:
-        """Return the base version of this member's deltas; 0 if it uses none."""
+        """Return the version against which this member may get deltas; 0 for none."""
         version, digest = self._base
         state = self._context.roster.get(member)
         return version if state is not None and version and state.held.get(version) == digest else 0
 
     def _listening(self, holders: Iterable[Member], now: float) -> tuple[HolderAddress, ...]:
-        """Return the addresses of the holders that listen and are not silent."""
+        """Return the addresses of the holders' carriers (their servers for pulls).
+
+        Holders without one, or that are silent, are left out.
+        """
         context = self._context
         return tuple(
             HolderAddress(state.member.name, state.address, state.carrier_port, state.certificate_hash)
@@ -232,12 +269,18 @@ class Attempt:
         )
 
     def _place(self, member: Member) -> SlotPlace | None:
-        """Return the version's place at a member or its stand-in, or None."""
+        """Return where the version is in the memory of a member, or of its stand-in.
+
+        Return None if that is unknown.
+        """
         state = self._context.keeping.member_or_stand_in(member)
         return state.places.get(self._payload.version) if state is not None else None
 
     def _part(self, number: int) -> SlotPlace:
-        """Return the place of a part at its owner, or raise InternalError."""
+        """Return where the part of this number is in its owner's memory.
+
+        :raises errors.InternalError: the owner's slot is not known.
+        """
         place = self._place(self.plan.owners[number])
         if place is None:
             raise errors.InternalError(f"part {number} of version {self._payload.version} has no known slot")
@@ -246,9 +289,9 @@ class Attempt:
     # ------------------------------------------------------------ ends
 
     def unservable(self, refused: Collection[Member]) -> list[Task]:
-        """Return pulls that have not begun, and of which no holder will serve.
+        """Return pulls that have not begun and that no holder will serve.
 
-        :param refused: holders that will not. Members that pull serve, too.
+        :param refused: holders that will not serve. Members that pull serve, too.
         """
         servers, version = self._context.roster.states(self._servers), self._payload.version
         able = {state.member for state in servers if version in state.held or version in state.parts}
@@ -260,7 +303,7 @@ class Attempt:
         return hoping
 
     def give_up(self, members: Iterable[Member]) -> None:
-        """End these members' tasks as failed, and withdraw their offers."""
+        """End these members' tasks as failed, and queue a cancel of their offers."""
         tasks = [one for one in map(self.tasks.get, sorted(members)) if one is not None]
         self._cancel(one.member for one in tasks if one.state in ("offered", "taking"))
         for one in tasks:
@@ -268,7 +311,12 @@ class Attempt:
                 self.step(one, "gave_up")
 
     def close(self, reason: str = "failed") -> None:
-        """Withdraw the attempt at all its members; safe to repeat."""
+        """Withdraw the attempt at all its members, and stop its broadcast.
+
+        It may be called again, without an effect.
+
+        :param reason: label for the process group that is closed.
+        """
         if self._closed:
             return
         self._closed = True
@@ -283,6 +331,7 @@ class Attempt:
             self.stop_broadcast(reason)
 
     def _cancel(self, members: Iterable[Member]) -> None:
+        """Queue a TransferCancel to those of the members that are in the roster."""
         cancel = TransferCancel(self.number)
         for state in self._context.roster.states(members):
             self._context.send(state.member, cancel)
@@ -291,7 +340,9 @@ class Attempt:
 def _newest_base(roster: Roster, plan: TransferPlan, version: int) -> tuple[int, str]:
     """Return the newest older version that the first holder and a puller both hold.
 
-    It is the base of deltas, with its digest; (0, "") if there is none.
+    It can be the base of deltas. Its digest comes with it; (0, "") if there is none.
+
+    :param version: the version that is to be moved.
     """
     first = roster.states(plan.servers[:1]) if plan.mode == "image" else []
     theirs = {item for state in roster.states(plan.pulls) for item in state.held.items()}

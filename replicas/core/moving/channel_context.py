@@ -75,6 +75,7 @@ class ChannelContext:
 
     @property
     def config(self) -> ChannelConfig:
+        """The channel's config."""
         return self.roster.config
 
     @property
@@ -83,7 +84,9 @@ class ChannelContext:
         return self.past.ledger
 
     def decide(self, kind: DecisionKind, version: int, **more: Any) -> None:
-        """Take a decision: it is on disk before any later effect.
+        """Apply a decision to the ledger, and queue it for the decision log.
+
+        The engine has it on disk before it applies any later effect.
 
         :param more: fields of the :class:`~replicas.core.base.ledger.Decision`.
         """
@@ -92,13 +95,17 @@ class ChannelContext:
         self.out.append(decision)
 
     def send(self, member: Member, message: FromCoordinator) -> None:
-        """Add the sending of a message to the effects."""
+        """Queue a message to a member, as the next of the effects."""
         self.out.append(Send(member, message))
 
     def emit(self, event: Event) -> None:
-        """Add an event to the effects."""
+        """Queue an event for the event log, as the next of the effects."""
         self.out.append(event)
 
     def emit_retried(self, reason: str, why: str = "") -> None:
-        """Report another attempt of a transfer or an operation."""
+        """Emit the event that a transfer or an operation starts another attempt.
+
+        :param reason: ``lost``, ``frozen``, ``failed``, ``refused`` or ``store``.
+        :param why: why a process group was abandoned, as text.
+        """
         self.emit(Retried(self.config.name, reason, text_of(why, REASON_LENGTH)))

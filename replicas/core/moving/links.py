@@ -36,7 +36,12 @@ class Doubt:
     _until: float = 0.0
 
     def note_failed(self, why: str, now: float) -> None:
-        """Begin to doubt, or doubt for longer; failures meanwhile are of one fault."""
+        """Begin to doubt for a while, or prolong the doubt.
+
+        Failures during a doubt count as one, so that they do not lengthen the next one.
+
+        :param why: the failure, as text.
+        """
         self._count += not self.holds(now)
         self.why, self._until = why, now + self.lasts.after(self._count)
 
@@ -45,6 +50,7 @@ class Doubt:
         self._count, self._until = 0, 0.0
 
     def holds(self, now: float) -> bool:
+        """Return True while the thing that failed is not to be used."""
         return now < self._until
 
 
@@ -56,36 +62,39 @@ class Links:
         self._doubts: dict[frozenset[str], Doubt] = {}
 
     def __bool__(self) -> bool:
-        """Whether any link has a known fault."""
+        """True if any link has had a fault that is not cleared."""
         return bool(self._doubts)
 
     def works(self, one: MemberState, other: MemberState, now: float) -> bool:
-        """Return whether the link between two members is not in doubt."""
+        """Return True if the link between two members is not in doubt."""
         doubt = self._doubts.get(frozenset((one.address, other.address)))
         return doubt is None or not doubt.holds(now)
 
     def why(self, state: MemberState) -> str:
-        """Return the reasons why links of a member are in doubt, as text."""
+        """Return why links of a member are in doubt, as text; "" if none is."""
         found = [doubt.why for link, doubt in self._doubts.items() if state.address in link]
         return "; ".join(dict.fromkeys(found))
 
     def doubt(self, pairs: Pairs, why: str, now: float) -> None:
-        """Mark links doubtful: no connection was made, or no byte moved, over them."""
+        """Avoid links for a while: no connection was made, or no byte moved, over them.
+
+        :param why: the failure, as text.
+        """
         for link in _links(pairs):
             self._doubts.setdefault(link, Doubt(DOUBT)).note_failed(why, now)
 
     def clear_doubt(self, pairs: Pairs) -> None:
-        """Clear the doubt of links over which a version has arrived."""
+        """Use links again: a version has arrived over them."""
         for link in _links(pairs) & self._doubts.keys():
             del self._doubts[link]
 
     def tick(self) -> None:
-        """Forget links to addresses of which no member is left."""
+        """Forget the doubts of links to addresses that no member has now."""
         if self._doubts:
             there = {state.address for state in self._roster}
             self._doubts = {link: doubt for link, doubt in self._doubts.items() if link <= there}
 
 
 def _links(pairs: Pairs) -> set[frozenset[str]]:
-    """Return the links between two addresses; members with one address have none."""
+    """Return the pairs as links; a pair of two equal addresses is not a link."""
     return {frozenset(pair) for pair in pairs if len(set(pair)) == 2}

@@ -75,7 +75,7 @@ class TransferPlan:
 
     @property
     def servers(self) -> tuple[Member, ...]:
-        """Holders that are pulled from, each once."""
+        """Holders that others pull from, and that do not pull themselves, each once."""
         found = dict.fromkeys(one for parts in self.pulls.values() for holders in parts.values() for one in holders)
         return tuple(holder for holder in found if holder not in self.pulls)
 
@@ -90,16 +90,16 @@ class TransferPlan:
 
     @property
     def serves_any(self) -> bool:
-        """Whether any member gets the version in this attempt."""
+        """True if any member gets the version in this attempt."""
         return bool(self.maps or self.pulls or self.broadcast)
 
     def part_of(self, owner: Member) -> int:
-        """Return the part that a server has; :data:`IMAGE` for the whole."""
+        """Return the number of the part that ``owner`` serves; -1 for the whole."""
         return self.owners.index(owner) if self.mode == "parts" else IMAGE
 
 
 def all_work(one: MemberState, other: MemberState) -> bool:
-    """Return True: no link is in doubt."""
+    """Return True for any two members: no link is in doubt."""
     return True
 
 
@@ -116,6 +116,9 @@ def plan(
 ) -> TransferPlan | None:
     """Plan how ``needers`` get the version; return None if no complete source is left.
 
+    It changes and sends nothing.
+
+    :param needers: the members that are to get it.
     :param holders: of the whole version, the preferred ones first.
     :param owners: of its parts, in order, if all of them are present; ignored if there
         is a holder.
@@ -145,7 +148,10 @@ def plan(
 def _from_parts(
     version: int, needers: Sequence[MemberState], owners: Sequence[MemberState], kept: Collection[Member], works: Works
 ) -> TransferPlan | None:
-    """Plan from the owners of all parts; return None if no leader can get them."""
+    """Plan how the leaders (one member for each host) assemble all parts.
+
+    Return None if no leader can get them. The parameters are those of :func:`plan`.
+    """
     there = {owner.host for owner in owners if owner.member in kept}
     leaders = _leaders([state for state in needers if there <= {state.host}])
     if needers and not leaders:
@@ -168,6 +174,9 @@ def _pulled_parts(
     """Return the members that each leader pulls each part from.
 
     Leaders that the owners of all their parts do not reach are left out.
+
+    :param owners: of the parts, in order.
+    :param local: numbers of the parts that each leader copies on its own host.
     """
 
     def reached(leader: MemberState) -> bool:
@@ -185,7 +194,7 @@ def _pulled_parts(
 
 
 def _leaders(states: Sequence[MemberState]) -> tuple[MemberState, ...]:
-    """Return the first member of each host."""
+    """Return the first member of each host: it gets the version for the others."""
     first: dict[int, MemberState] = {}
     for state in states:
         first.setdefault(state.host, state)
@@ -199,6 +208,9 @@ def _pulls(
 
     No leader pulls from a slow leader. The first far leader pulls from a holder: a
     leader takes bytes where its own link is fast, and then has no deltas for others.
+
+    :param able: holders that can send, the preferred ones first.
+    :param leaders: the members that pull, in the order of their chain.
     """
     pulls: dict[Member, tuple[Member, ...]] = {}
     before: list[MemberState] = []
@@ -216,8 +228,11 @@ def _pulls(
 
 
 def _group(able: Sequence[MemberState], leaders: Sequence[MemberState], works: Works) -> tuple[Member, ...]:
-    """Return the first holder that reaches any leader, and the leaders that it and
-    each other reach; slow leaders are in no group with others."""
+    """Return the members of the broadcast: a holder, and the leaders that it reaches.
+
+    Every two of them must have a working link. The first holder that reaches any leader
+    is taken; slow leaders are in no group with others. Return () if there is none.
+    """
     alike = [leader for leader in leaders if leader.slow == leaders[0].slow]
     for holder in able:
         found = [holder]

@@ -48,17 +48,28 @@ class Stragglers:
     """The stragglers of one transfer."""
 
     def __init__(self, roster: Roster, version: int, nbytes: int) -> None:
+        """Start before the first pull has ended.
+
+        :param nbytes: size of the version that is transferred.
+        """
         self._roster, self._version, self._nbytes = roster, version, nbytes
         self._first_at: float | None = None
         self._patience_s = 0.0
 
     def note_pulled(self, began_at: float, now: float) -> None:
-        """Note the end of a pull of the attempt that began then; the first counts."""
+        """Note that a pull has ended; the first sets how long others are waited for.
+
+        :param began_at: when the attempt of the pull began.
+        """
         if self._first_at is None:
             self._first_at, self._patience_s = now, max(PATIENCE_S, PATIENCE * (now - began_at))
 
     def far(self, needers: Iterable[Member]) -> dict[Member, str]:
-        """Return members too far to form a group in time, each with the reason."""
+        """Return the members whose round trips are too long to form a group in time.
+
+        Each comes with the reason as text. Members on a host that has the version are
+        not far.
+        """
         version = self._version
         here = {state.host for state in self._roster if version in state.held or version in state.parts}  # mapped there
         states = [state for state in self._roster.states(needers) if state.host not in here]
@@ -68,8 +79,11 @@ class Stragglers:
     def slow(self, late: Sequence[Task], needers: Iterable[Member], began_at: float, now: float) -> dict[Member, str]:
         """Return members of hosts for which the others would have to wait too long.
 
-        :param late: the pulls of the attempt that have not ended; it began at
-            ``began_at``.
+        Each comes with the reason as text.
+
+        :param late: the pulls of the attempt that have not ended.
+        :param needers: all members that still need the version.
+        :param began_at: when the attempt began.
         """
         first_at, host = self._first_at, self._roster.host
         if first_at is None:
@@ -80,15 +94,16 @@ class Stragglers:
             rate = one.rate() if now - max(began_at, first_at) > MEASURED_S else 0.0
             left_s = (self._nbytes - one.received) / rate if rate else 0.0
             if now > until or now + left_s > until + FAR * self._patience_s:
-                why[one.member] = f"it is slow: {size_text(rate)}/s, and others have had it for {now - first_at:.1f} s"
+                why[one.member] = f"slow link: {size_text(rate)}/s, and others have had it for {now - first_at:.1f} s"
         hosts = set(map(host, why))
         return why | {m: "its host is slow" for m in needers if m not in why and host(m) in hosts}
 
     def mark_slow(self, late: Collection[Member], others: Collection[Member], now: float) -> bool:
-        """Have slow members caught up alone, and later each time.
+        """Mark the members ``late`` as slow, so that they are caught up on their own.
 
-        Return False if there are none, or if the version could not be committed without
-        them: at least one other member, and ``min_targets`` replicas, must be left.
+        They are admitted again after a delay that grows each time. Return False, and
+        mark none, if there are none, or if the version could not be committed without
+        them: at least one of ``others``, and ``min_targets`` replicas, must be left.
         """
         replicas = {(member.group, member.replica) for member in others}
         if not late or not others or len(replicas) < self._roster.config.min_targets:

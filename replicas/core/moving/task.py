@@ -60,29 +60,29 @@ class Task:
 
     @property
     def in_group(self) -> bool:
-        """Whether it is part of the broadcast: if one of these fails, all fail."""
+        """True if the task is part of a broadcast: if one of these fails, all fail."""
         return self.way in ("receive", "send")
 
     @property
     def holders(self) -> frozenset[Member]:
-        """All members that may send it any part."""
+        """All members that may send any part to this task's member."""
         return frozenset(holder for holders in self.pulls.values() for holder in holders)
 
     @property
     def givers(self) -> set[Member]:
-        """Holders from which bytes have come, by the member's report."""
+        """Holders from which bytes have come, by the report of the task's member."""
         received = self.reply.received if self.reply is not None else {}
         return {holder for holder in self.holders if holder.name in received or self.way == "receive"}
 
     def note_received(self, received: int, now: float) -> None:
-        """Note how many bytes it has received so far."""
+        """Note how many bytes the member has received so far, and the rate."""
         self.rates = self.rates[1], max(0, received - self.received) / max(0.05, now - self.told_at)
         self.told_at = now
         if received > self.received:
             self.received, self.moved_at = received, now
 
     def rate(self) -> float:
-        """Return its recent bytes a second; 0 if unknown.
+        """Return the member's recent bytes a second; 0 if unknown.
 
         A pull that has just begun or stood still may be switching to a better holder.
         """

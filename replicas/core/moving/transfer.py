@@ -93,6 +93,9 @@ class Transfer:
         avoid: Member | None = None,
         tries: int = PULL_TRIES,
     ) -> None:
+        """Send nothing before :meth:`start`. ``kind``: of a publish (``main``) or a
+        catch-up. ``avoid``: the holder to use last. ``tries``: failed pulls after which
+        a member is left out."""
         self._context, self._roster = context, context.roster
         self.payload = payload
         self.needers, self.asked = set(needers), frozenset(needers)
@@ -120,16 +123,17 @@ class Transfer:
 
     @property
     def over(self) -> bool:
+        """True if the transfer is complete or failed."""
         return TRANSFER.final(self.state)
 
     @property
     def _drops(self) -> bool:
-        """Whether slow members may be left out."""
+        """True if slow members may be left out, so that the others can go on."""
         return self.kind == "main" and self._context.config.on_lost == "drop"
 
     @property
     def awaited_members(self) -> set[Member]:
-        """Members for which the attempt, or the transfer, still waits."""
+        """Members not ready for a broadcast; without one, all that need the version."""
         return self.attempt.unready if self.attempt.is_preparing else set(self.needers)
 
     @property
@@ -146,7 +150,7 @@ class Transfer:
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether no member that needs the version has answered or read."""
+        """True if no member that needs the version has answered, or reads for it."""
         return self.needers <= self.never_answered - self._reading_until.keys()
 
     def slow_readers(self, until: float) -> set[Member]:
@@ -155,7 +159,7 @@ class Transfer:
 
     @property
     def _reading_until(self) -> dict[Member, float]:
-        """When unready members that read the manifest will have read all of it."""
+        """When each unready member that reads the manifest will have all of it."""
         states, wanted = self._roster.states(self.attempt.unready & self.needers), self.payload.manifest_hash
         found = ((state.member, state.reading) for state in states)
         return {member: one.ends_at for member, one in found if one is not None and one.manifest_hash == wanted}
@@ -163,7 +167,8 @@ class Transfer:
     # ------------------------------------------------------------ attempts
 
     def start(self, now: float) -> None:
-        """Start an attempt over the members that still need the version."""
+        """Start an attempt over the members that still need the version: queue offers
+        to them and to their givers. End the transfer if no plan serves any of them."""
         context, payload = self._context, self.payload
         self.needers = {one.member for one in self._roster.states(self.needers) if payload.version not in one.held}
         self._by_group = self._by_group and not context.group_doubt.holds(now)
@@ -189,7 +194,8 @@ class Transfer:
         self._end_attempt_if_done(now)
 
     def _plan(self, now: float) -> TransferPlan | None:
-        """Plan from holders of the image, in catch-up targets first, or from parts."""
+        """Return the next attempt's plan, from holders of the image (in catch-up
+        targets first) or of parts; None if no complete source is left."""
         payload, roster, keeping, links = self.payload, self._roster, self._context.keeping, self._context.links
         version, main = payload.version, self.kind == "main"
         kept = keeping.stand_ins_with(version)
@@ -210,21 +216,22 @@ class Transfer:
         return found
 
     def _leave_unreached(self) -> None:
-        """Leave out members that no holder reaches; catch-up serves them later."""
+        """Leave out the members that need the version, as no holder reaches them."""
         hint = "open all TCP ports between these machines, in both directions"
         for state in self._roster.states(sorted(self.needers)):
             text = f"no holder reaches {state.member}: {self._context.links.why(state)}"
             self._refuse(state.member, errors.Preflight(text, phase="form", hint=hint))
 
     def _retry(self, reason: str, now: float, why: str = "") -> None:
-        """Withdraw the attempt; start another if any member still needs the version."""
+        """Withdraw the attempt; start another, with an event of this ``reason``, if any
+        member still needs the version, else end. ``why``: text for the event."""
         self.attempt.close(reason)
         if self.needers:
             self._context.emit_retried(reason, why)
         self._go_on(now)
 
     def _end_attempt_if_done(self, now: float) -> None:
-        """Go on or end, if all tasks have ended, and the version's digest is known."""
+        """Go on or end, once all tasks have ended and the digest is known."""
         attempt = self.attempt
         if self.over or attempt.any_open or self.payload.filling is not None:
             return
@@ -235,7 +242,8 @@ class Transfer:
             self._go_on(now)
 
     def _go_on(self, now: float) -> None:
-        """Start another attempt, or end once the publisher has filled its slot."""
+        """Start another attempt if members need it or the publisher still fills its
+        slot, else end the transfer."""
         if self.needers or self.payload.filling is not None:
             self.start(now)
         else:
@@ -244,10 +252,8 @@ class Transfer:
     # ------------------------------------------------------------ messages of members
 
     def ready(self, member: Member, transfer: int, now: float) -> None:
-        """Note that a member has reserved its slot, or pinned it for the broadcast.
-
-        Once all members of the broadcast are ready, it starts.
-        """
+        """Note that a member has its slot ready for attempt ``transfer``, or begins to
+        pull. When the last member of the broadcast is ready, that starts."""
         attempt, one = self.attempt, self.attempt.under_way(member, transfer)
         if one is None or one.state == "taking":
             return
@@ -259,7 +265,8 @@ class Transfer:
             attempt.start_broadcast(now + (left_s / 2 if self._drops else left_s), self._broadcast_ended, now)
 
     def done(self, member: Member, reply: TransferDone, now: float) -> None:
-        """Take a member's report that it has mapped, moved or pulled the version."""
+        """Take a member's report that it has mapped, moved or pulled the version. Keep
+        its times, doubt links that failed, and judge its digest."""
         attempt, one = self.attempt, self.attempt.under_way(member, reply.transfer)
         if one is None or (one.in_group and attempt.is_preparing):
             return
@@ -285,10 +292,8 @@ class Transfer:
         now: float,
         holders: Mapping[str, str] | None = None,
     ) -> None:
-        """Handle a member's report that it cannot go on with this attempt.
-
-        :param holders: holders that it could not pull from, by name, and why.
-        """
+        """Handle a member's report that it cannot go on with attempt ``transfer``.
+        ``holders``: those that it could not pull from, by name, and why."""
         attempt, one = self.attempt, self.attempt.under_way(member, transfer)
         if transfer == attempt.number and member in attempt.plan.servers:
             self._refuse(member, error)  # members that pull from it fail, and find another holder
@@ -304,12 +309,8 @@ class Transfer:
         self._end_attempt_if_done(now)
 
     def _doubt_links(self, one: Task, why: Mapping[str, str], now: float) -> None:
-        """Avoid the links to holders that could not be pulled from, where possible.
-
-        A holder that had nothing to give, as it pulls itself, may have a good link.
-
-        :param why: the reasons, by holder.
-        """
+        """Avoid the links between a task's member and the holders in ``why``, by name.
+        A holder that had nothing to give, as it pulls itself, may have a good link."""
         pulling = {other.member for other in self.attempt.of(*OPEN, "failed")}
         for state in self._roster.states(one.holders - pulling):
             if (reason := why.get(state.member.name)) is not None:
@@ -318,7 +319,8 @@ class Transfer:
     # ------------------------------------------------------------ what has come
 
     def settle(self, now: float) -> None:
-        """Judge what has come, once the publisher has filled its slot, and go on."""
+        """Compare the digests of all bytes that have come, and keep or refuse them,
+        once the publisher has filled its slot. End the attempt if it is done."""
         payload, attempt = self.payload, self.attempt
         came = sorted(attempt.of("came"), key=lambda one: one.way == "receive")  # the digest is that of the sender
         for one in came if payload.filling is None else ():
@@ -345,7 +347,8 @@ class Transfer:
         self._end_attempt_if_done(now)
 
     def _keep(self, one: Task, reply: TransferDone, now: float) -> None:
-        """Record a member that has the version; others of its host map what it got."""
+        """Record that a task's member has the version; offer its slot to members of its
+        host that wait to map it. ``reply``: the member's report."""
         member, version, roster = one.member, self.payload.version, self._roster
         self.attempt.step(one, "right")
         for state in roster.states([member]):
@@ -370,10 +373,8 @@ class Transfer:
     # ------------------------------------------------------------ failures
 
     def _task_failed(self, one: Task, error: errors.ReplicasError) -> None:
-        """Leave the member to the next attempt; without room or after many, out.
-
-        A member that cannot map is sent the bytes.
-        """
+        """Leave the member to the next attempt; without room for it, or after many
+        tries, leave the member out. Send it the bytes if it cannot map them."""
         member = one.member
         if one.state != "failed":
             self.attempt.step(one, "gave_up")
@@ -385,7 +386,8 @@ class Transfer:
                 self._context.hosts.make_own_host(state)
 
     def _broadcast_ended(self, error: errors.ReplicasError | None, form_s: float, now: float) -> None:
-        """Pull the version if its broadcast failed; the members report a success."""
+        """Note the end of the broadcast: with an error, pull the version instead.
+        ``form_s``: the time to form its group. Members report a success."""
         self.attempt.stop_broadcast = None
         self.seconds["form"] += form_s
         if error is None:
@@ -394,16 +396,15 @@ class Transfer:
             self._abandon_group(error.message, now)
 
     def _abandon_group(self, why: str, now: float) -> None:
-        """Pull the missing bytes, as the next publishes do; report ``why`` as event."""
+        """Use no process group for a while: pull the missing bytes, as the next
+        publishes do. ``why``: text for the event."""
         self._by_group = False
         self._context.group_doubt.note_failed(why, now)
         self._retry("failed", now, why)
 
     def _refuse(self, member: Member, error: errors.ReplicasError) -> None:
-        """Leave this member out, and keep the error as the reason.
-
-        ``Gone``: it holds the version no more.
-        """
+        """Leave this member out, with the error as the reason. If that is ``Gone``, the
+        member no longer counts as a holder."""
         self.refused[member], self.why[member] = error, text_of(error.message, REASON_LENGTH)
         self.needers.discard(member)
         error.members = error.members or (member.name,)
@@ -413,13 +414,15 @@ class Transfer:
             self._forget_held(member)
 
     def _forget_held(self, member: Member) -> None:
+        """Note that the member does not hold the version, without telling it."""
         for state in self._roster.states([member]):
             state.drop_version(self.payload.version)
 
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, member: Member, now: float) -> None:
-        """Handle the loss of a member, which is already out of the roster."""
+        """Go on without a lost member, already out of the roster: others give the
+        version in its place, or the tasks that read from it fail."""
         self.needers.discard(member)
         self.verified.discard(member)
         if member == self.payload.filling:
@@ -430,7 +433,8 @@ class Transfer:
         self._go_without({member}, "lost", now)
 
     def exclude(self, members: set[Member], now: float, *, reason: str, why: str) -> None:
-        """Go on without these members; they stay members, and are caught up later."""
+        """Go on without these members; they stay members, and are caught up later.
+        ``reason``: label of the event of another attempt; ``why``: text for people."""
         for member in members:
             self.needers.discard(member)
             self.why[member] = why
@@ -439,7 +443,8 @@ class Transfer:
         self._go_without(members, reason, now)
 
     def _go_without(self, members: set[Member], reason: str, now: float) -> None:
-        """Go on without tasks of these members, and without what they give."""
+        """End the tasks of these members, and those that read their memory; start
+        another attempt, for ``reason``, if one took part in the broadcast."""
         attempt = self.attempt
         if any(one.in_group and one.member in members for one in attempt.of(*OPEN)):
             self._by_group = self._by_group and attempt.is_preparing
@@ -476,7 +481,8 @@ class Transfer:
             self._end_attempt_if_done(now)
 
     def _leave_slow(self, late: Mapping[Member, str], now: float) -> bool:
-        """Leave these members to a catch-up of their own, if the others may go on."""
+        """Leave these members to a catch-up of their own. Return False if none was
+        left, as the others could not go on alone. ``late``: with the reasons."""
         others = (self.needers | self.verified) - late.keys()
         if not self._drops or not self._stragglers.mark_slow(late, others, now):
             return False
@@ -485,10 +491,8 @@ class Transfer:
         return True
 
     def _would_lose_version(self, silent: set[Member], now: float) -> bool:
-        """Return True if excluding ``silent`` would lose the version.
-
-        False if another publish or a join waits: the version may be lost then.
-        """
+        """Return True if excluding ``silent`` would lose the version. False also if
+        another publish or a join waits: the version may be lost then."""
         context, version = self._context, self.payload.version
         if silent.isdisjoint(self.attempt.plan.givers) or self.kind != "main" or context.others_wait(now):
             return False
@@ -499,30 +503,27 @@ class Transfer:
 
     @property
     def _all_lack_memory(self) -> bool:
-        """Whether all targets lack memory, and count as lost.
-
-        False if the version must not do without targets: it lies on the publisher's
-        GPU.
-        """
+        """True if all targets lack memory, and count as lost. False if the version must
+        not do without targets: it lies on the publisher's GPU."""
         short = all(isinstance(error, errors.NoCapacity | errors.InternalError) for error in self.refused.values())
         drops = self._drops and not (self._copies or self._roster.config.min_targets or self.verified)
         return drops and short and set() < self.refused.keys() <= self.asked
 
     @property
     def _missed_required_targets(self) -> bool:
-        """Whether the version did not reach targets that it must reach."""
+        """True if the version did not reach targets that it must reach."""
         if not self.refused.keys() & self.asked - self.verified:
             return False
         every = self.kind == "main" and self._roster.config.on_lost == "raise"
         return every or not (self.verified or self._all_lack_memory)
 
     def _refusal(self) -> errors.ReplicasError:
-        """Return the error of the first member that refused, or PeersLost."""
+        """Return the error of the first member that was left out, or PeersLost."""
         lost = errors.PeersLost("no member still needs it", version=self.payload.version, phase="transfer")
         return next(iter(self.refused.values()), lost)
 
     def _no_holder(self) -> errors.ReplicasError:
-        """Return the error of the first holder that refused, or PeersLost."""
+        """Return the error for a version without a complete holder."""
         version, owners, givers = self.payload.version, self.payload.part_owners, self.attempt.plan.givers
         gone = [one.name for one in owners or givers if one not in self._roster]
         text = f"version {version} was lost: no member that held all of it is left"
@@ -530,12 +531,12 @@ class Transfer:
         return next((error for member, error in self.refused.items() if member in givers), lost)
 
     def _end(self, error: errors.ReplicasError | None, now: float) -> None:
-        """End the transfer, failed if there is an ``error``, and tell its owner."""
+        """End the transfer, failed if there is an ``error``; call ``on_end``."""
         self.stop(complete=error is None)
         self._on_end(self, error, now)
 
     def stop(self, *, complete: bool) -> None:
-        """Withdraw the transfer, and end it without calling ``on_end``."""
+        """Withdraw all offers, and end the transfer without calling ``on_end``."""
         if not self.over:
             self.attempt.close()
             self.state = TRANSFER.next(self.state, "done" if complete else "fail")

@@ -32,27 +32,31 @@ class LaneProgress:
         """The last report of each member, with its time of arrival."""
 
     def restart(self) -> None:
-        """Start measuring another attempt."""
+        """Forget all reports: another attempt is measured from now on."""
         self._reports.clear()
 
     def moved(self, member: Member, message: LaneMoved, now: float) -> None:
-        """Store a member's report."""
+        """Store a member's report, with the time at which it came."""
         self._reports[member] = now, message
 
     def stands_still(self, awaited: Iterable[Member], now: float) -> bool:
-        """Return whether nothing moves at ``awaited``, the members not yet done."""
+        """Return True if no byte moves in the group, by fresh reports.
+
+        :param awaited: members that are not done; each must have reported that nothing
+            moves.
+        """
         reports = [self._reports.get(member) for member in awaited]
         return bool(reports) and all(one is not None and now - one[0] <= FRESH_S and _still(one[1]) for one in reports)
 
     def held_up(self) -> set[tuple[Member, str]]:
-        """Return (member, peer address) of connections on which bytes are held up."""
+        """Return the connections, as (member, peer address), on which bytes wait."""
         return {(member, address) for member, (_, last) in self._reports.items() for address in last.held_up}
 
     def still_s(self) -> float:
-        """Return for how many seconds nothing has moved, by the last reports."""
+        """Return for how many seconds no byte has moved, by the last reports."""
         return min((last.still_s for _, last in self._reports.values()), default=0.0)
 
 
 def _still(last: LaneMoved) -> bool:
-    """Return whether the member reports that no byte has moved for too long."""
+    """Return True if the report says that no byte has moved for too long."""
     return last.still_s >= max(STILL_S, STILL_TRIPS * last.rtt_s)

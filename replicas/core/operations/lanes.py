@@ -36,11 +36,12 @@ LATE_S = 1.0
 
 
 def form_timeout(remaining_s: float, rtt_s: float = 0.0) -> float:
-    """Return how many of the remaining seconds a lane may take to form.
+    """Return how many of the remaining seconds a process group may take to form.
 
     It is long enough for a forkserver that is still starting, and short enough to try
     again.
 
+    :param remaining_s: seconds until the deadline of the operation.
     :param rtt_s: round-trip time to the farthest member.
     """
     enough_s = max(remaining_s / 4, min(5.0, remaining_s / 2), min(FORM_TRIPS * rtt_s, remaining_s))
@@ -72,10 +73,10 @@ class Lane:
         self.ranks = {member: rank for rank, member in enumerate(self.members)}
 
     def overdue_error(self) -> errors.DeadlineExceeded:
-        """Return the error of a lane that has not formed by its deadline."""
+        """Return (do not raise) the error of a lane that has not formed in time."""
         late = [member.name for member in self.members if member not in self.formed_by]
         within_s = self.deadline - self.opened_at
-        text = f"the process group did not form in {within_s:.1f} s; missing: {', '.join(late)}"
+        text = f"the process group did not form in {within_s:.1f} s: no answer from {', '.join(late)}"
         return errors.DeadlineExceeded(text, phase="form", members=late)
 
 
@@ -92,8 +93,13 @@ class Lanes:
         store: Callable[[], tuple[str, int]],
         secret: bytes = b"",
     ) -> None:
-        """:param secret: the coordinator's secret, from which the lanes' secrets
-        derive."""
+        """Start without lanes (process groups).
+
+        :param out: the channel's effects, to which messages are added.
+        :param run: name of the run; with ``term`` it makes store keys unique.
+        :param store: returns the address of the present store.
+        :param secret: the coordinator's secret, from which the lanes' secrets derive.
+        """
         self.roster = roster
         self._out = out
         self._base = f"{run}/{roster.config.name}/{term}"
@@ -111,7 +117,14 @@ class Lanes:
         return iter(list(self._lanes.values()))
 
     def open(self, states: Sequence[MemberState], backend: Backend, now: float, timeout_s: float) -> Lane:
-        """Ask every member to form a process group of all of them, in this order."""
+        """Ask every member to form a process group of all of them, in this order.
+
+        Queue LaneForm to each, with a new key prefix of the present store; return the
+        lane, which is forming. (A lane is a process group.)
+
+        :param states: the members, by rank.
+        :param timeout_s: limit for the members to form the group.
+        """
         self._count += 1
         epoch = self.roster.epoch
         name = f"{epoch}.{self._count}"
@@ -130,15 +143,24 @@ class Lanes:
         return lane
 
     def pull_secret(self, number: int) -> bytes:
-        """Return the secret with which members pull in one attempt of a transfer."""
+        """Return the secret with which members pull in one attempt of a transfer.
+
+        :param number: of the attempt.
+        """
         return self._secret_of(f"{self._base}/pull/{number}")
 
     def _secret_of(self, what: str) -> bytes:
-        """Return the secret for ``what``, derived from the coordinator's secret."""
+        """Return the secret that belongs to the name ``what``.
+
+        It derives from the coordinator's secret, so nothing is stored.
+        """
         return hashlib.blake2b(what.encode(), digest_size=SECRET_NBYTES, key=self._secret).digest()
 
     def formed(self, member: Member, name: str) -> None:
-        """Note that a member has formed the lane."""
+        """Note that a member has joined the process group called ``name``.
+
+        After the last member's report the lane is formed. Unknown lanes are ignored.
+        """
         lane = self._lanes.get(name)
         if lane is None or lane.state != "forming" or member not in lane.ranks:
             return
@@ -147,9 +169,12 @@ class Lanes:
             lane.state = LANE.next(lane.state, "formed_by_all")
 
     def reported_failed(self, member: Member, name: str, error: errors.ReplicasError) -> Lane | None:
-        """Return the lane that a member reports as failed; None if its store failed.
+        """Return the lane that a member reports as failed, for the caller to close.
 
-        A store to which others wrote is replaced.
+        Return None if the lane is unknown, or its store failed: then another lane
+        follows. Queue the replacement of a store to which others wrote.
+
+        :param name: of the lane.
         """
         lane = self._lanes.get(name)
         if lane is None or member not in lane.ranks:
@@ -162,32 +187,38 @@ class Lanes:
         return None
 
     def overdue(self, now: float) -> list[Lane]:
-        """Return the lanes that have not formed in time."""
+        """Return the lanes that have not formed by their deadline."""
         return [lane for lane in self if lane.state == "forming" and now > lane.deadline]
 
     def store_lost(self) -> None:
-        """Note that the store has ended: forming lanes wait for the next store."""
+        """Note that the store has ended: forming lanes wait for the next one."""
         self._lost = self._store()
 
     def store_moved(self) -> list[Lane]:
-        """Note that a new store replaces theirs; return the lanes that were forming."""
+        """Note that there is another store now; return the lanes that were forming.
+
+        The caller replaces these by lanes over that store.
+        """
         self._lost = None
         return [lane for lane in self if lane.state == "forming"]
 
     def waits_for_store(self, lane: Lane) -> bool:
-        """Return whether the lane cannot form because its store is gone or replaced."""
+        """Return True if the lane cannot form, as its store is gone or replaced."""
         return lane.state == "forming" and (lane.store == self._lost or lane.store != self._store())
 
     def moved(self, member: Member, message: LaneMoved, now: float) -> None:
-        """Store a member's progress report of a lane."""
+        """Store a member's progress report of a lane; ignore unknown lanes."""
         lane = self._lanes.get(message.lane)
         if lane is not None and member in lane.ranks:
             lane.progress.moved(member, message, now)
 
     def close(self, lane: Lane, reason: str = "") -> None:
-        """Kill the lane's sidecars and sweep its keys.
+        """End a lane: queue the kill of its sidecars and the removal of its store keys.
 
-        ``reason``: why it must be replaced; empty if its work was done.
+        Do nothing if the lane is dead.
+
+        :param reason: why it must be replaced, for an event; empty if its work was
+            done.
         """
         if lane.state == "dead":
             return

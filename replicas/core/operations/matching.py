@@ -66,6 +66,7 @@ class Matching:
         reply: Callable[[Post, errors.ReplicasError], None],
         running: Callable[[str], bool],
     ) -> None:
+        """``reply`` sends the error of a post; ``running`` tells if a ref runs."""
         self._expects = True
         self._context, self._roster = context, context.roster
         self._verdicts: OrderedDict[str, bool] = OrderedDict()
@@ -81,7 +82,7 @@ class Matching:
     # ------------------------------------------------------------ domains
 
     def domain_of(self, member: Member) -> int:
-        """Return the member's domain: its rank with ``ranks = "each"``, else 0."""
+        """Return the number of the member's domain (process group): its rank or 0."""
         return member.rank if self._ranks == "each" else 0
 
     def live(self, domain: int) -> list[MemberState]:
@@ -90,11 +91,11 @@ class Matching:
         return [s for s in self._roster.live if s.is_peer and s.carries and self.domain_of(s.member) == domain]
 
     def _peers(self, domain: int) -> list[MemberState]:
-        """Return the peers of a domain, live or not."""
+        """Return the peers of a domain (one process group), live or not."""
         return [s for s in self._roster if s.is_peer and s.carries and self.domain_of(s.member) == domain]
 
     def _awaited(self, domain: int) -> list[str]:
-        """Return the peers of the config in this domain that have never joined."""
+        """Return names of the config's peers of this domain that have never joined."""
         names: list[str] = []
         for party in self._roster.config.peers if self._expects else ():
             shape = self._roster.shape(party.group)
@@ -108,7 +109,7 @@ class Matching:
         self._expects = False
 
     def _complete_root(self, message: OperationPost, member: Member) -> OperationPost:
-        """Complete the root's name by a rank, so that all members' names are equal."""
+        """Return the message with the whole name of its root (with its rank)."""
         if not message.root or message.root.count("/") >= 2:  # a whole name: group/replica/rank
             return message
         rank = member.rank if self._ranks == "each" else 0
@@ -125,7 +126,8 @@ class Matching:
         return any(post.started or state.live for post in self._streams.get(state.member, ()))
 
     def post(self, state: MemberState, message: OperationPost, now: float) -> None:
-        """Add a member's next call to its stream, or refuse it."""
+        """Add a member's call of an operation to those that wait, or refuse it. A
+        refusal is sent by ``reply``. :meth:`due` starts what matches."""
         member = state.member
         view = tuple(peer.member for peer in self.live(self.domain_of(member)))
         post = Post(member, self._complete_root(message, member), now, now + message.deadline_s, view)
@@ -136,15 +138,16 @@ class Matching:
         self._streams.setdefault(member, []).append(post)
 
     def _problem(self, state: MemberState, post: Post) -> errors.ReplicasError | None:
-        """Return the error that refuses a new post, or None."""
+        """Return the error that refuses a new post, or None to accept it. A member that
+        missed an operation of the others is told so once."""
         message, waiting = post.message, self._streams.get(post.member, ())
         if not state.is_peer:
             name = self._roster.config.name
             text = f'channel "{name}" has no peers: {message.kind} needs a channel with peers = [...]'
             return errors.UsageError(text, channel=name)
         if len(waiting) >= POSTS_MAX or sum(len(one.message.segments) for one in waiting) > SEGMENTS_MAX:
-            text = f"{len(waiting)} calls of {post.member} wait for the other peers"
-            return errors.Busy(text, phase="wait", hint="wait for some of them before the next call")
+            text = f"{message.kind}: {len(waiting)} earlier calls of {post.member} still wait for the other peers"
+            return errors.Busy(text, phase="wait", hint="wait for the results of some before the next call")
         if not state.carries:
             return errors.UsageError(
                 f"{post.member} cannot take part in operations of this channel: only leaders do",
@@ -166,7 +169,8 @@ class Matching:
         return errors.Gone(f"step {step} has passed: the others have done step {passed}", phase="wait", hint=hint)
 
     def record_step(self, domain: int, step: int | None) -> None:
-        """Record a tag of a success, and refuse posts with tags that have passed."""
+        """Note that a step has succeeded, and refuse posts of it and of earlier ones.
+        ``step``: the tag of the operation; None for none."""
         if step is None or step <= self._steps.get(domain, -1):
             return
         self._steps[domain] = step
@@ -188,13 +192,13 @@ class Matching:
         return None  # wait for a peer that has never joined
 
     def end(self, post: Post) -> None:
-        """Remove a post that has its verdict."""
+        """Remove a post (a member's call) that has its verdict."""
         stream = self._streams.get(post.member)
         if stream is not None and post in stream:
             stream.remove(post)
 
     def _refuse(self, post: Post, error: errors.ReplicasError) -> None:
-        """Remove a post, and reply the error to its member."""
+        """Remove a post, and send its member the error as its verdict."""
         self.end(post)
         self._reply(post, error)
 
@@ -203,24 +207,26 @@ class Matching:
         return [post for post in self._streams.get(member, []) if not post.started]
 
     def _head(self, member: Member) -> Post | None:
-        """Return the member's oldest post that may still start, or None."""
+        """Return the member's oldest post that has not started, or None."""
         return next(iter(self._unstarted(member)), None)
 
     # ------------------------------------------------------------ due operations
 
     def due(self, now: float, *, collective_runs: bool) -> Iterator[Operation]:
-        """Start and yield due operations; at most one collective of each domain."""
+        """Yield the operations that can start now, their posts marked as started;
+        refuse posts that disagree. ``collective_runs``: let waiting newcomers in before
+        the next."""
         for domain in sorted({self.domain_of(member) for member in self._streams}):
             yield from self._due_pairs(domain)
             if not (collective_runs and self._roster.waiting(now)):  # newcomers are admitted once no collective runs
                 yield from self._due_collective(domain, now)
 
     def _pairable(self, member: Member) -> list[Post]:
-        """Return unstarted sends and receives before the first unstarted collective."""
+        """Return unstarted sends and receives before the member's next collective."""
         return list(takewhile(lambda post: post.pairwise, self._unstarted(member)))
 
     def _due_pairs(self, domain: int) -> Iterator[Operation]:
-        """Start and yield sends with their receives; refuse pairs that disagree."""
+        """Yield sends with their receives, marked as started; refuse mismatches."""
         live = [state.member for state in self.live(domain)]
         by_name = {member.name: member for member in live}
         for receiver in live:
@@ -242,7 +248,8 @@ class Matching:
                 yield Operation("send", posts, give, domain, first, self._roster.config.name)
 
     def _due_collective(self, domain: int, now: float) -> Iterator[Operation]:
-        """Start and yield the domain's next collective if it is due and agreed upon."""
+        """Yield the domain's next collective, if all live peers have called it; refuse
+        its posts if they disagree. Peers that are behind miss it, and get an error."""
         firsts = [self._head(state.member) for state in self.live(domain)]
         heads = [post for post in firsts if post is not None and not post.pairwise]
         if len(heads) < len(firsts):
@@ -262,7 +269,7 @@ class Matching:
         for state in self._peers(domain):
             if state.standing != "behind":
                 continue
-            what = f"{heads[0].message.kind}, as it is behind: {state.note or 'it did not respond'}"
+            what = f"{heads[0].message.kind}; {state.note or 'this member did not respond'}"
             own = next((post for post in self._unstarted(state.member) if not post.pairwise), None)
             if own is not None:
                 self._refuse(own, _left_out_error(state.member, what))
@@ -272,13 +279,15 @@ class Matching:
         yield Operation(kind, tuple(heads), root_post, domain, first, self._roster.config.name)
 
     def record_verdict(self, ref: str, applied: bool) -> None:
-        """Record the verdict of an operation."""
+        """Remember whether the operation ``ref`` was applied, for members that ask."""
         self._verdicts[ref] = applied
         if len(self._verdicts) > KEPT_VERDICTS:
             self._verdicts.popitem(last=False)
 
     def _settle_earlier(self, heads: Sequence[Post]) -> bool:
-        """Settle unknown earlier outcomes; return True if the operation can start."""
+        """Tell the members of ``heads`` (posts of the next collective) unknown outcomes
+        of earlier operations. Return False if it must wait, for an outcome or another
+        post."""
         if any(self._running(ref) for post in heads for ref in post.message.unsettled):
             return False  # the verdict will come
         ready = True
@@ -297,13 +306,14 @@ class Matching:
             for ref, applied in answers.items():  # None: no member has applied it or ever will
                 self._context.send(post.member, OperationSettled(ref, bool(applied)))
             if refs := ", ".join(ref for ref, applied in answers.items() if applied):
-                text = f"an earlier operation of {post.member} ({refs}) of unknown outcome did succeed for the others"
+                text = f"operation {refs} of {post.member}, whose outcome was unknown to it, has succeeded on the other peers"
                 self._refuse(post, missed(text, post.member, hint=_RESULT_HINT))
                 ready = False
         return ready
 
     def _root_problem(self, heads: Sequence[Post], root: int) -> errors.ReplicasError | None:
-        """Return the error for a root that is not among the posts, or None."""
+        """Return the error for a root that has no post, as it is not live, or None.
+        ``root``: index of the root's post; -1 if there is none."""
         message = heads[0].message
         if not message.root or root >= 0 or any(post.message.root != message.root for post in heads):
             return None  # _disagreement() has the better text
@@ -314,11 +324,12 @@ class Matching:
             f"{message.kind}: {message.root} is not a live member of this channel",
             phase="wait",
             members=[name],
-            hint="name another peer, or wait until it is back" if known else "see channel.members",
+            hint="name another peer, or wait until that one has rejoined" if known else "see channel.members",
         )
 
     def _expected_members(self, heads: Sequence[Post], root: int) -> tuple[Member, ...]:
-        """Return the members live at the root's call, or else at the first call."""
+        """Return the members live at the root's call, or else at the first call.
+        ``root``: index of the root's post; -1 if there is none."""
         members = tuple(post.member for post in heads)
         decisive = heads[max(root, 0)]
         if decisive.message.kind in ("scatter", "reduce_scatter") and len(decisive.message.segments) == len(heads):
@@ -328,7 +339,8 @@ class Matching:
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, member: Member, why: str) -> None:
-        """Remove a lost member's posts; refuse posts that need the member."""
+        """Remove a lost member's posts; refuse posts that need the member. ``why``: how
+        it was lost, for the error."""
         self._streams.pop(member, None)
         self._missed.pop(member, None)
         raising = self._roster.config.on_lost == "raise"
@@ -338,17 +350,18 @@ class Matching:
                 kind = post.message.kind
                 waits = post.pairwise and post.message.root == member.name
                 if waits or (concerned and not post.pairwise):
-                    text = f"{kind}: {member} was lost ({why}) before it began"
+                    text = f"{kind} did not begin: {member} was lost ({why})"
                     self._refuse(post, errors.PeersLost(text, phase="wait", members=[member.name]))
 
     def tick(self, now: float) -> None:
-        """Refuse posts past their deadlines."""
+        """Refuse posts that have not started by their deadlines."""
         for posts in list(self._streams.values()):
             for post in [post for post in posts if not post.started and now > post.deadline]:
                 self._refuse(post, self._overdue_error(post, now))
 
     def silent_blockers(self, running: Set[int], now: float) -> list[MemberState]:
-        """Return silent members, except roots, that block domains not ``running``."""
+        """Return silent members, without roots, for whose call all others of a domain
+        wait; ``running``: domains to skip, as a collective runs there."""
         found: list[MemberState] = []
         for domain in {self.domain_of(member) for member in self._streams} - running:
             live = self.live(domain)
@@ -380,17 +393,18 @@ class Matching:
             }
             texts = [state.member.name + silent.get(state.member, "") for state in missing] + promised
             texts += [f"{name}, which waits in {what}" for name, what in busy.items()]
-        text = f"{post.message.kind}: waited for {', '.join(texts) or 'earlier operations to end'}"
+        text = f"{post.message.kind} did not begin in time: waited for {', '.join(texts) or 'earlier operations'}"
         hint = "call it on every peer in time, or give it a longer deadline"
         return errors.DeadlineExceeded(text, phase="wait", members=names, hint=hint)
 
 
 def _left_out_error(member: Member, what: str) -> errors.ReplicasError:
+    """Return the error of a member without which the others did ``what``."""
     return missed(f"the others continued without {member} ({what})", member)
 
 
 def _disagreement(heads: Sequence[Post]) -> errors.ReplicasError | None:
-    """Return the error for posts of one collective that disagree, or None."""
+    """Return the error if ``heads``, a post of each member, disagree, or None."""
     first = heads[0].message
     ragged = first.kind in ("all_gather", "gather", "scatter")  # shapes may differ between members
     for post in heads[1:]:
@@ -406,7 +420,8 @@ def _disagreement(heads: Sequence[Post]) -> errors.ReplicasError | None:
 
 
 def _miscount(heads: Sequence[Post], root: int, first: Sequence[Member]) -> errors.ReplicasError | None:
-    """Return the error for a list that lacks one tensor for each member, or None."""
+    """Return the error for a post without one tensor for each member, or None. Only
+    scatter and reduce_scatter need them. ``first``: the expected members."""
     kind = heads[0].message.kind
     if kind not in ("scatter", "reduce_scatter"):
         return None
@@ -422,7 +437,7 @@ def _miscount(heads: Sequence[Post], root: int, first: Sequence[Member]) -> erro
 
 
 def _show(post: Post) -> str:
-    """Return the call as text, for messages."""
+    """Return the call with its arguments as text, for error messages."""
     message = post.message
     parts = list_text([f"{segment.dtype}{list(segment.shape)}" for segment in message.segments])
     root = f" {message.root}" if message.root else ""

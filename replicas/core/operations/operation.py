@@ -18,7 +18,7 @@ PAIRWISE = ("send", "recv")
 
 ATTEMPT_MIN_S = 0.2
 """With less time than this left, a failed attempt is the last one."""
-RESYNC_HINT = "resynchronise this peer; its next call is matched with the others' next call"
+RESYNC_HINT = "load the others' present state into this peer, then go on: its next call meets the others' next call"
 LINK_HINT = "check the network between the hosts of these members: all TCP ports must be open, both ways"
 
 
@@ -38,7 +38,7 @@ class Post:
 
     @property
     def pairwise(self) -> bool:
-        """True for a ``send`` or a ``recv``."""
+        """True for a ``send`` or a ``recv``, which concern two members only."""
         return self.message.kind in PAIRWISE
 
 
@@ -91,12 +91,15 @@ class Operation:
         self.posted_at = min(post.posted_at for post in self.posts)
 
     def step(self, event: OperationEvent) -> None:
-        """Change the state by the table ``OPERATION``."""
+        """Change the state by the table ``OPERATION``.
+
+        :raises replicas.common.table.InvalidStep: ``event`` cannot happen now.
+        """
         self.state = OPERATION.next(self.state, event)
 
     @property
     def ended(self) -> bool:
-        """Whether the operation is done or failed."""
+        """True if the operation is done or failed."""
         return OPERATION.final(self.state)
 
     @property
@@ -111,28 +114,33 @@ class Operation:
 
     @property
     def awaited(self) -> list[Member]:
-        """Participants that have not reported done."""
+        """Participants that have not reported that the operation has run."""
         return [member for member in self.participants if member not in self.done]
 
     @property
     def root(self) -> int:
-        """Index of the root among the posts, or -1 without a root."""
+        """Index of the root's post among the posts, or -1 without a root."""
         return self.posts.index(self.root_post) if self.root_post in self.posts else -1
 
     @property
     def phase(self) -> str:
-        """Name of the phase for errors: ``transfer`` if it runs, else ``form``."""
+        """Present phase, for errors: ``transfer`` if it runs, else ``form``."""
         return "transfer" if self.state == "running" else "form"
 
     def can_do_without(self, member: Member) -> bool:
-        """Return True if the others can end the operation without this member."""
+        """Return True if the others can end the operation without this member.
+
+        Not without the root, one of a pair, a receiver of a version, or the last
+        member.
+        """
         root = self.root_post.member if self.root_post is not None else None
         return not (self.pairwise or self.transfer) and member != root and len(self.posts) > 1
 
     def go(self, post: Post, lane: Lane, now: float) -> OperationGo:
         """Return the message that starts the attempt on one member; send nothing.
 
-        :param post: the member's post.
+        :param post: the member's post, whose number the message names.
+        :param lane: the formed process group in which it runs.
         """
         members = self.participants
         segments = tuple(post.message.segments for post in self.posts)
@@ -156,7 +164,7 @@ class Operation:
         )
 
     def receipt(self, epoch: int, now: float) -> ReceiptData:
-        """Return the receipt of a success at ``now``."""
+        """Return the receipt of a success at ``now``, for all participants."""
         phases = {
             "wait": self.started_at - self.posted_at,
             "form": self.ran_at - self.attempt_at,
@@ -183,9 +191,11 @@ class Operation:
         phase: str | None = None,
         hint: str | None = None,
     ) -> errors.ReplicasError:
-        """Return an error that names the operation, for all participants.
+        """Return (do not raise) an error whose text begins with the operation.
 
+        :param kind: class of the error.
         :param members: names that it concerns; default: all participants.
+        :param phase: default: the present one.
         """
         return kind(
             f"{self.kind} {text}",
@@ -198,12 +208,14 @@ class Operation:
     def final_error(self, error: errors.ReplicasError, now: float) -> errors.ReplicasError | None:
         """Return the error to end with after a failed attempt, counted already.
 
-        None: another attempt may succeed.
+        Return None if another attempt may succeed.
+
+        :param error: why the attempt failed.
         """
         if isinstance(error, (errors.UsageError, errors.WorldError)) or error.phase == "go":
             return error
         kind: type[errors.ReplicasError] = errors.SyncError
-        text = f"failed twice with all its members alive: {error.message}"
+        text = f"failed twice, though all its members live: {error.message}"
         if self.deadline - now < ATTEMPT_MIN_S:
             kind, text = errors.DeadlineExceeded, f"did not end by its deadline: {error.message}"
         elif self.failures < 2:
@@ -213,24 +225,30 @@ class Operation:
         return self.error(kind, text, members=error.members or None, phase=error.phase, hint=error.hint)
 
     def overdue_error(self) -> errors.ReplicasError:
-        """Return the error of a passed deadline, with phase and missing members."""
+        """Return the error of an operation past its deadline: it names the missing."""
         what, answered = "did not end", self.done
         if self.state != "running":
             what = "had no process group"
             answered = self.lane.formed_by if self.lane is not None else set()
         missing = [member.name for member in self.participants if member not in answered]
-        before = f"; the previous attempt failed: {self.problem}" if self.problem else ""
+        before = f"; an earlier attempt failed ({self.problem})" if self.problem else ""
         text = f"{what} by its deadline: no answer from {', '.join(missing)}{before}"
         return self.error(errors.DeadlineExceeded, text, members=missing)
 
 
 def missed(text: str, member: Member, phase: str = "wait", *, hint: str = RESYNC_HINT) -> errors.Gone:
-    """Return the error of a member that missed what the others have done."""
+    """Return the error of a member that missed what the others have done.
+
+    :param text: what that is. :param hint: what the member can do about it.
+    """
     return errors.Gone(text, phase=phase, members=[member.name], hint=hint)
 
 
 def never_joined(name: str, roster: Roster) -> str:
-    """Return a note on a peer that has never joined: it may have a wrong number."""
+    """Return a note, for an error, on a peer that has never joined; else "".
+
+    :param name: ``group/replica/rank``, which may have a wrong number.
+    """
     shape = roster.groups.get(name.partition("/")[0])
     size = f"; its group has {count_text(shape.replicas, 'replica')}" if shape is not None else ""
     return "" if name in roster.history.joined else f" (it has never joined{size})"

@@ -67,6 +67,7 @@ class Operations:
     """The operations of one channel from their start to their verdict."""
 
     def __init__(self, context: ChannelContext, lanes: Lanes) -> None:
+        """Start without operations; lanes are the process groups that they use."""
         self._context, self._roster, self._lanes = context, context.roster, lanes
         self.matching = Matching(
             context, self.reply, lambda ref: any(operation.ref == ref for operation in self.running)
@@ -78,24 +79,25 @@ class Operations:
 
     @property
     def running(self) -> tuple[Operation, ...]:
-        """The operations that have started and have no verdict."""
+        """The operations that have started and have no verdict yet."""
         return tuple(self._running.values())
 
     @property
     def running_collective(self) -> bool:
-        """True if an operation of more than a pair runs, except for versions."""
+        """True if a collective of peers runs; pairs and versions do not count."""
         return any(not (operation.pairwise or operation.transfer) for operation in self.running)
 
     # ------------------------------------------------------------ starting
 
     def advance(self, now: float) -> None:
-        """Start due operations, and send Go where a lane has formed."""
+        """Start due operations, and queue Go for those whose lane has formed."""
         for due in self.matching.due(now, collective_runs=self.running_collective):
             self._begin(due, now)
         for operation in self.running:
             self._run(operation, now)
 
     def _begin(self, operation: Operation, now: float) -> None:
+        """Give an operation its number and name, and enter it as running."""
         operation.number = number = next(self._context.ids)
         operation.ref = f"{self._context.term}.{number}"  # unique across coordinators, too
         operation.started_at = operation.attempt_at = now
@@ -113,7 +115,11 @@ class Operations:
     ) -> Callable[[str], None]:
         """Broadcast a version; the members' offers take the place of posts.
 
-        See :data:`replicas.core.moving.channel_context.Broadcast`.
+        Return the function that cancels it; see
+        :data:`replicas.core.moving.channel_context.Broadcast`.
+
+        :param transfer: number of the attempt of the transfer.
+        :param members: the holder of the version, then its receivers.
         """
         name = members[0].name
         call = OperationPost(0, "broadcast", (), deadline - now, root=name, device=device)
@@ -124,7 +130,10 @@ class Operations:
         return partial(self._cancel, operation)
 
     def _cancel(self, operation: Operation, reason: str) -> None:
-        """End the broadcast of a version, and its lane: bytes may have moved."""
+        """End a version's broadcast without a verdict.
+
+        Close its lane with ``reason``.
+        """
         if not operation.ended:
             del self._running[operation.number]
             operation.step("fail")
@@ -132,7 +141,7 @@ class Operations:
                 self._lanes.close(operation.lane, reason)
 
     def _run(self, operation: Operation, now: float) -> None:
-        """Get a lane for the attempt, and send Go once it has formed."""
+        """Get a lane for the attempt, and queue Go to all once that has formed."""
         if operation.state != "forming":
             return
         if operation.lane is None:
@@ -149,7 +158,10 @@ class Operations:
             self._context.send(post.member, operation.go(post, lane, now))
 
     def _lane_for(self, operation: Operation, now: float) -> Lane:
-        """Return a lane of the participants, for a pair also a formed larger one."""
+        """Return a lane (process group) of the participants; open one if there is none.
+
+        For a pair also a larger one that has formed.
+        """
         lanes, roster, members = self._lanes, self._roster, operation.participants
         wanted = roster.states(members)
         backend = self._backend(operation, wanted)
@@ -164,7 +176,7 @@ class Operations:
         return lanes.open(wanted, backend, now, timeout_s)
 
     def _close_idle_lanes(self) -> None:
-        """Close lanes that are neither in use nor wanted for later."""
+        """Close lanes that no operation uses or is likely to use."""
         lanes = list(self._lanes)
         live = {state.member for state in self._roster.live}
         busy = [operation.lane for operation in self.running]
@@ -187,41 +199,48 @@ class Operations:
     # ------------------------------------------------------------ answers
 
     def done(self, member: Member, number: int, now: float) -> None:
-        """Note a member's report of success; after the last, give the verdict."""
+        """Note a member's report of success; after the last, send all the verdict.
+
+        :param number: of the attempt; a past one is ignored.
+        """
         if operation := self._attempt(member, number):
             operation.done.add(member)
             if len(operation.done) == len(operation.posts):  # posts of the current participants
                 self._finish(operation, None, now)
 
     def failed(self, member: Member, number: int, error: errors.ReplicasError, now: float) -> None:
-        """Retry or end the operation that a member reports as failed."""
+        """Retry or end the operation whose attempt a member reports as failed.
+
+        :param number: of the attempt; a past one is ignored.
+        """
         if operation := self._attempt(member, number):
             self._handle_failure(operation.lane, [operation], error, now)
 
     def _attempt(self, member: Member, number: int) -> Operation | None:
-        """Return the operation with this current attempt, or None for a past one."""
+        """Return the running operation whose present attempt has this number. Return
+        None for a past attempt, or if the member does not take part."""
         operation = self._running.get(number)
         known = operation is not None and operation.state == "running" and member in operation.participants
         return operation if known else None
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        """Retry or end all operations of a lane that failed."""
+        """Retry or end all operations of a lane that failed, and close the lane."""
         worked = self._worked or any(state.from_before for state in self._roster)
         if isinstance(error, errors.Preflight) and worked:  # a link has broken: the config is not at fault
             error = errors.SyncError(error.message, phase=error.phase, members=error.members, hint=error.hint)
         self._handle_failure(lane, [op for op in self.running if op.lane is lane], error, now)
 
     def lane_void(self, lane: Lane, now: float) -> None:
-        """Start the operations of a lane without a store again, in another lane.
+        """Replace a lane whose store has ended; its operations start again.
 
         A broadcast of a version ends: it is tried once.
         """
-        gone = errors.SyncError("the store of its process group has ended", phase="form")
+        gone = errors.SyncError("the rendezvous store of its process group has ended", phase="form")
         self._end_broadcasts([op for op in self.running if op.lane is lane], gone, now)
         self.close_lane(lane, "store", now)
 
     def check_lanes(self, now: float) -> None:
-        """End the lanes that have not formed in time."""
+        """End lanes that have not formed in time; retry or end their operations."""
         for lane in self._lanes.overdue(now):
             if self._lanes.waits_for_store(lane):
                 self.lane_void(lane, now)
@@ -229,12 +248,12 @@ class Operations:
                 self.lane_failed(lane, lane.overdue_error(), now)
 
     def store_moved(self, now: float) -> None:
-        """Start the operations of forming lanes again, over a new store."""
+        """Replace the lanes that were forming over the store before this one."""
         for lane in self._lanes.store_moved():
             self.lane_void(lane, now)
 
     def _end_broadcasts(self, failed: Sequence[Operation], error: errors.ReplicasError, now: float) -> None:
-        """End those of the failed operations that broadcast a version."""
+        """End those of the operations that broadcast a version: these run once only."""
         for operation in failed:
             if operation.transfer:
                 self._end(operation, error, now)
@@ -242,7 +261,11 @@ class Operations:
     def _handle_failure(
         self, lane: Lane | None, blamed: Sequence[Operation], error: errors.ReplicasError, now: float
     ) -> None:
-        """Handle a dead lane; ``blamed`` operations may have been the cause."""
+        """Close a lane that failed, and retry or end its operations.
+
+        :param blamed: operations that may have been the cause: a second failure ends
+            them.
+        """
         # Count before the lane is closed: closing starts the operations again, and
         # clears the count if a member was lost.
         for operation in blamed:
@@ -259,7 +282,8 @@ class Operations:
     # ------------------------------------------------------------ retries
 
     def close_lane(self, lane: Lane, reason: str, now: float) -> None:
-        """Close a dead lane, and start its operations again in another one."""
+        """Close a dead lane, and start its operations again in another one. ``reason``:
+        label for the events of the retry."""
         self._lanes.close(lane, reason)
         concerned = [operation for operation in self.running if operation.lane is lane]
         if concerned:
@@ -268,7 +292,10 @@ class Operations:
             self._restart_attempt(operation, now)
 
     def _restart_attempt(self, operation: Operation, now: float) -> None:
-        """Start another attempt, with a new number, over the remaining members."""
+        """Start another attempt, with a new number, over the remaining members.
+
+        Leave out participants that are lost or behind, which may end the operation.
+        """
         del self._running[operation.number]
         operation.number = next(self._context.ids)  # answers to the old number are dropped from now on
         self._running[operation.number] = operation
@@ -283,10 +310,13 @@ class Operations:
                 self._leave_out(operation, member, why, now)
 
     def _leave_out(self, operation: Operation, member: Member, why: str, now: float) -> None:
-        """Leave out a participant, and send it Gone; or end the operation."""
+        """Leave out a participant, and send it Gone; or end the operation.
+
+        It ends if that member is needed, or with ``on_lost = "raise"``.
+        """
         if self._roster.config.on_lost == "raise" or not operation.can_do_without(member):
             # only the root has its data
-            error = operation.error(errors.PeersLost, f"cannot end without {member}: {why}", members=[member.name])
+            error = operation.error(errors.PeersLost, f"cannot end without {member} ({why})", members=[member.name])
             self._end(operation, error, now)
             return
         operation.left_out[member.name] = why
@@ -310,7 +340,10 @@ class Operations:
             self.close_lane(lane, "failed" if not isinstance(error, errors.PeersLost) else "lost", now)
 
     def _finish(self, operation: Operation, error: errors.ReplicasError | None, now: float) -> None:
-        """Give all participants the verdict: a receipt, or ``error`` if given."""
+        """Send all participants the verdict, and forget the operation.
+
+        :param error: of a failure; None: send each a receipt.
+        """
         del self._running[operation.number]
         operation.step("done_by_all" if error is None else "fail")
         if operation.on_end is not None:
@@ -334,7 +367,7 @@ class Operations:
             self._vanished.clear()  # needed only for running operations
 
     def reply(self, post: Post, error: errors.ReplicasError | None = None, receipt: ReceiptData | None = None) -> None:
-        """Send the verdict of a post to its member, if that is in the roster."""
+        """Queue the verdict of a post to its member, if that is in the roster."""
         if post.member in self._roster:
             wire = WireError.of(error) if error is not None else None
             self._context.send(post.member, OperationEnd(post.message.post, receipt, wire))
@@ -342,14 +375,16 @@ class Operations:
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, member: Member, why: str, now: float) -> None:
-        """Remove a lost member (already out of the roster); ``why`` as short text."""
+        """Go on without a lost member, which is out of the roster already. ``why``: how
+        it was lost, as short text."""
         if self._running:
             self._vanished[member] = why
         self.leave_out_of_all(member, why, now, reason="lost")
         self.matching.lost(member, why)
 
     def leave_out_of_all(self, member: Member, why: str, now: float, *, reason: str) -> None:
-        """Leave out a lost or behind member, and restart its operations."""
+        """Leave out a lost or behind member, and restart its operations. ``why``: for
+        people. ``reason``: label for the events."""
         for operation in self.running:
             if member in operation.awaited and not operation.ended:  # no more is needed after its done
                 lane = operation.lane
@@ -361,7 +396,7 @@ class Operations:
                 self.close_lane(lane, reason, now)
 
     def _mark_behind(self, state: MemberState, now: float) -> None:
-        """Mark a silent member, which may return, as behind, and leave it out."""
+        """Take a silent member out of the epoch and its operations; it may return."""
         why = f"silent for {now - state.last_seen:.0f} s"
         self._roster.leave_behind(state, why)
         self.leave_out_of_all(state.member, why, now, reason="frozen")
@@ -379,7 +414,7 @@ class Operations:
         self._close_idle_lanes()
 
     def _fail_stalled(self, operation: Operation, lane: Lane, now: float) -> None:
-        """Fail an operation whose bytes have stopped while all members are alive."""
+        """Fail an operation if its bytes have stopped while all members are alive."""
         awaited = operation.awaited
         if not lane.progress.stands_still(awaited, now):
             return
@@ -389,7 +424,7 @@ class Operations:
             others = [other for other in lane.members if other != member and self._roster.address(other) == address]
             ends.update((member, *others))
             where = f"{', '.join(other.name for other in others)} at {address}" if others else address
-            text += f"; held up: {member.name} to {where}"
+            text += f"; bytes from {member.name} to {where} wait"
         names = [member.name for member in sorted(ends or awaited)]
         error = errors.SyncError(text, phase="transfer", members=names, hint=LINK_HINT)
         self._handle_failure(lane, [operation], error, now)

@@ -52,6 +52,11 @@ class CatchUp:
     """
 
     def __init__(self, context: ChannelContext, on_end: Callable[[Payload], None], whom: Whom) -> None:
+        """Start without a transfer.
+
+        :param on_end: called with the payload at the end of each transfer.
+        :param whom: the kind of members that it serves.
+        """
         self._context, self._on_end, self._whom = context, on_end, whom
         self.transfer: Transfer | None = None
         self._bad_holder: Member | None = None
@@ -61,10 +66,11 @@ class CatchUp:
     def advance(self, wanted: Sequence[Wanted], main: Transfer | None, now: float) -> None:
         """Start a transfer if a member lacks a version that targets are to have.
 
-        End one of a version that is no longer needed, or that no member answers.
+        End the present one if no member needs its version now, or none answers.
 
-        :param wanted: those that are known, the most urgent first: the newest committed
-            version, or the one that is served and the candidate; then leased ones.
+        :param wanted: those versions that are known, the most urgent first: the newest
+            committed one, or the one that is served and the candidate; then leased
+            ones.
         :param main: the transfer of a publish, if one is under way.
         """
         if not wanted:
@@ -84,7 +90,10 @@ class CatchUp:
     def _start(self, payload: Payload, members: frozenset[str] | None, main: Transfer | None, now: float) -> None:
         """Start a transfer to the members that lack a version and can get it now.
 
+        Do nothing if there are none, or if no member has the version.
+
         :param members: only these, by name; None: all targets.
+        :param main: the transfer of a publish, whose hosts get nothing else meanwhile.
         """
         context, version = self._context, payload.version
         busy: frozenset[Member] = frozenset()
@@ -115,7 +124,7 @@ class CatchUp:
         return {state.host for state in self._context.roster.states(members)}
 
     def end_if_served_by(self, main: Transfer, now: float) -> None:
-        """End this catch-up if ``main``, which is newer, serves all of its hosts."""
+        """End this catch-up if a publish's newer transfer serves all of its hosts."""
         transfer = self.transfer
         if transfer is None or transfer.payload.version >= main.payload.version:
             return
@@ -126,15 +135,19 @@ class CatchUp:
     def _stop(
         self, transfer: Transfer, now: float, error: errors.ReplicasError | None = None, *, superseded: bool = False
     ) -> None:
-        """End the transfer.
+        """End the transfer, and report which members it has served.
 
-        :param superseded: it is no longer needed, which counts as no failure.
+        :param error: why it failed, if it did.
+        :param superseded: it is no longer needed, so its members are not tried later.
         """
         transfer.stop(complete=superseded)
         self._ended(transfer, error, now, superseded=superseded)
 
     def _lacking(self, version: int, now: float) -> list[MemberState]:
-        """Return the targets of its kind that lack the version and are due now."""
+        """Return the targets that lack the version and may be served now.
+
+        Only those of the kind that this catch-up serves.
+        """
         roster = self._context.roster
         due = [s for s in roster.holders.lacking(version) if _served_as(s) == self._whom and now >= s.retry_at]
         return [s for s in due if (s.slow or now >= s.not_before) and roster.available(s, now)]
@@ -154,7 +167,7 @@ class CatchUp:
             self._leave_unready(transfer, now)
 
     def _leave_unready(self, transfer: Transfer, now: float) -> None:
-        """Leave out members that are not ready, if other members can be served."""
+        """Leave out members whose slot is not ready, if other members can be served."""
         unready = transfer.attempt.unready & transfer.needers
         others = [s for s in self._lacking(transfer.payload.version, now) if s.member not in transfer.asked]
         if not unready or (unready == transfer.needers and not others):
@@ -169,7 +182,12 @@ class CatchUp:
     def _ended(
         self, transfer: Transfer, error: errors.ReplicasError | None, now: float, *, superseded: bool = False
     ) -> None:
-        """Report the caught-up members, and set when the others are tried again."""
+        """Report the caught-up members, and set when the others are tried again.
+
+        :param error: why the transfer failed, or None.
+        :param superseded: it was no longer needed: the others are not tried later for
+            it.
+        """
         context, self.transfer = self._context, None
         givers = transfer.attempt.plan.givers
         self._bad_holder = givers[0] if error is not None and givers else None
@@ -192,5 +210,5 @@ class CatchUp:
 
 
 def _served_as(state: MemberState) -> Whom:
-    """Return the kind of catch-up that serves the member."""
+    """Return the kind of catch-up (new, missed or slow) that serves the member."""
     return "slow" if state.slow else "missed" if state.retry_at else "new"

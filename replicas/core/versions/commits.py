@@ -14,7 +14,7 @@ from typing import get_args
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.common.sizes import snake_case
+from replicas.common.sizes import count_text, snake_case
 from replicas.core.base.effects import Send, SyncEnded
 from replicas.core.base.ledger import CANDIDATE
 from replicas.core.members.member_state import MemberState
@@ -55,10 +55,8 @@ class Commits:
         self.contents = Contents(context)
         self.steps = Steps(config.name)
         self._decided_here = False
-        """Whether the newest commit is of a publish that this coordinator began.
-
-        If so, no other source can have published that number.
-        """
+        """True if this coordinator began the publish of the newest commit: then no
+        other source can have published that number."""
         self.catch_ups = [CatchUp(context, self._take_first_digest, whom) for whom in get_args(Whom)]
         self.manifests = Manifests(config.name, context.out)
         self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
@@ -71,28 +69,29 @@ class Commits:
 
     @property
     def decided(self) -> str:
-        """Its digest; empty while unknown."""
+        """Digest of the newest committed version; empty while unknown."""
         return self._context.ledger.digest
 
     @property
     def committed(self) -> Payload | None:
-        """Its payload, once it is known here."""
+        """Payload (manifest, facts) of the newest commit; None if unknown here."""
         return self.contents.of(self.latest)
 
     # ------------------------------------------------------------ messages of members
 
     @property
     def main(self) -> Transfer | None:
-        """The transfer of the publish that moves."""
+        """The transfer of the publish that moves; None without one."""
         return self.publishes.moving.transfer if self.publishes.moving is not None else None
 
     @property
     def newest(self) -> Newest:
-        """The newest committed version, for ranks that ask for one."""
+        """Number and ``meta`` of the newest committed version, for ranks that ask."""
         return self.contents.newest(self.latest)
 
     @property
     def transfers(self) -> list[Transfer]:
+        """The running transfers: that of the publish that moves, and catch-ups."""
         known = (self.main, *(catch_up.transfer for catch_up in self.catch_ups))
         return [transfer for transfer in known if transfer is not None]
 
@@ -110,6 +109,7 @@ class Commits:
                 self.fail(publish, self._context.hosts.blame(message.error.exception(), [state], self.latest), now)
 
     def _on_publish_begin(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
+        """Begin or join the publish; queue its version number, or an error."""
         context, member = self._context, state.member
         try:
             if not state.is_source:
@@ -130,7 +130,7 @@ class Commits:
             context.send(member, wire.PublishEnd(publish.asked.publish, publish.receipt, publish.error))
 
     def _packed(self, state: MemberState, message: wire.Packed, now: float) -> None:
-        """Note a packed slot, once its manifest is here; fetch it first if not."""
+        """Note a packed slot, once its manifest is here; fetch that first if not."""
         known = self.publishes.get(state.member, message.publish)
         if message.manifest_hash and known is not None and not known.over:
             encoded = self.manifests.get(state.member, message.manifest_hash, now)
@@ -147,7 +147,7 @@ class Commits:
         self.publishes.packed(state.member, message, state.hello.world_size, now)
 
     def filled(self, state: MemberState, message: wire.Filled, now: float) -> None:
-        """Note that a slot that was sent while it was packed is full."""
+        """Note that a slot which was sent while it was packed is full now."""
         if any(one is state and earlier.publish == message.publish for one, earlier in self._unread):
             self._unread.append((state, message))
             return
@@ -167,7 +167,7 @@ class Commits:
         message: wire.TransferReady | wire.TransferDone | wire.TransferFailed | wire.TransferMoved,
         now: float,
     ) -> None:
-        """Handle a member's message about a transfer."""
+        """Pass a member's message about a transfer on to the transfers."""
         for transfer in self.transfers:
             match message:
                 case wire.TransferReady():
@@ -185,7 +185,7 @@ class Commits:
     # ------------------------------------------------------------ from packed to moving
 
     def send_manifest(self, state: MemberState, ask: wire.ManifestAsk, now: float) -> None:
-        """Send a member the manifest of a version that it was offered."""
+        """Queue the next pieces of a manifest that a member asks for."""
         known = [*(transfer.payload for transfer in self.transfers), *self.contents.known]
         self._context.out.extend(Send(state.member, piece) for piece in answer(state, ask, known, now))
 
@@ -206,7 +206,7 @@ class Commits:
             return False
 
     def _handle_unread(self, now: float) -> None:
-        """Handle the messages that waited for a manifest."""
+        """Handle the messages on publishes that waited for a manifest's bytes."""
         unread, self._unread = self._unread, []
         for state, message in unread:
             if self._roster.get(state.member) is not state:
@@ -217,7 +217,7 @@ class Commits:
                 self.filled(state, message, now)
 
     def _prepare(self, publish: Publish, now: float) -> None:
-        """Make the publish's payload, or fail a publish whose manifests do not fit."""
+        """Make the publish's payload once its manifest was read, or fail it."""
         try:
             publish.payload = payload = self.manifests.payload(publish)
         except errors.ReplicasError as exc:
@@ -245,16 +245,17 @@ class Commits:
             catch_up.advance(wanted, self.main, now)
 
     def _may_start(self, publish: Publish, now: float) -> bool:
-        """Return True unless the publish waits for targets or their hosts."""
+        """Return False if the publish must wait for targets or their hosts."""
         enough = self._target_replicas() >= self._context.config.min_targets
         return enough and not self._context.hosts.delays_publish(publish.packed_at, now)
 
     def _target_replicas(self) -> int:
-        """Count replicas with a live target; a publish waits for ``min_targets``."""
+        """Return how many replicas have a live target; ``min_targets`` are needed."""
         return len({(s.member.group, s.member.replica) for s in self._roster.targets if not s.draining})
 
     def _end_overtaken(self, publish: Publish, now: float) -> None:
-        """Fail an overtaken publish; end one that is the newest commit as committed."""
+        """Fail a publish that a newer commit overtook; end one that is the newest
+        commit (of an earlier coordinator) as committed."""
         if publish.asked.resumed and publish.version == self.latest and not self._decided_here:
             holders = self._holders(publish.version)
             publish.receipt = publish.receipt_of(holders, {}, self._roster, self.decided, now)
@@ -263,7 +264,7 @@ class Commits:
                 self.restore(publish.payload)
             self._verdict(publish, "committed", now)
             return
-        text = f"version {publish.version} was overtaken by version {self.latest}"
+        text = f"version {publish.version} was not committed, as the newer version {self.latest} was committed first"
         self.fail(publish, errors.StaleVersion(text, version=publish.version), now)
 
     def _start(self, publish: Publish, payload: Payload, now: float) -> None:
@@ -286,7 +287,7 @@ class Commits:
     # ------------------------------------------------------------ the end of a publish
 
     def _main_ended(self, publish: Publish, transfer: Transfer, error: errors.ReplicasError | None, now: float) -> None:
-        """Commit the publish of an ended transfer, or fail it for all its ranks."""
+        """Commit a publish whose transfer has ended, or fail it for all its ranks."""
         if error is not None:
             self.fail(publish, error, now)
             return
@@ -295,27 +296,28 @@ class Commits:
             self._end_overtaken(publish, now)
         elif config.on_lost == "raise" and (lost := publish.lost | transfer.left_out):
             why = "; ".join(f"{name}: {reason}" for name, reason in lost.items())
-            self.fail(publish, self._too_few(publish, f"lost while it was sent: {why}", ALL_NEEDED), now)
+            self.fail(publish, self._too_few(publish, f"targets were lost while it was sent ({why})", ALL_NEEDED), now)
         elif len({(m.group, m.replica) for m in holders}) < config.min_targets:
-            text = f"{len(holders)} members hold it, but min_targets = {config.min_targets} replicas"
+            text = f"only {count_text(len(holders), 'member')} received it, and min_targets = {config.min_targets} replicas"
             self.fail(publish, self._too_few(publish, text, TOO_FEW), now)
         elif not self.contents.is_held(publish.version):
-            text = f"version {publish.version} was lost with its source before it was committed"
+            text = f"version {publish.version} was lost before its commit: its source has died"
             gone = [member.name for member in publish.carriers if member not in self._roster]
             self.fail(publish, errors.PeersLost(text, phase="commit", members=gone, hint="publish again"), now)
         else:
             self._commit(publish, transfer, now)
 
     def _too_few(self, publish: Publish, text: str, hint: str, phase: str = "acknowledge") -> errors.PeersLost:
+        """Return the error of a publish that too few targets have or may get."""
         text = f"version {publish.version} is not committed: {text}"
         return errors.PeersLost(text, phase=phase, members=tuple(publish.lost), hint=hint)
 
     def _commit(self, publish: Publish, transfer: Transfer, now: float) -> None:
-        """Decide the version, leave targets without it behind, give the verdict."""
+        """Decide the version, leave targets without it behind, queue the verdict."""
         payload = transfer.payload
         for state in self._roster.targets:
             if publish.version not in state.held:
-                why = transfer.why.get(state.member, "it did not have all of it by the deadline")
+                why = transfer.why.get(state.member, "it had not received all of it by the deadline")
                 if not state.draining or state.member in transfer.asked:  # else the publish did not wait for it
                     publish.lost[state.member.name] = why
                 self._roster.leave_behind(state, why, missed=publish.version)
@@ -342,11 +344,9 @@ class Commits:
         self._context.marks.note(publish.group, publish.replica, version=publish.version)
 
     def _decide(self, version: int, digest: str, payload: Payload | None, *, content: int = 0, name: str = "") -> None:
-        """Decide the version; the record is on disk before any member is told.
-
-        :param content: the version whose bytes it has; 0: its own.
-        :param name: the label that moves to it; empty: ``current``.
-        """
+        """Decide that the version is committed, and tell members; the record is on disk
+        before. ``content``: the version whose bytes it has (0: its own); ``name``: the
+        label that moves to it (empty: ``current``)."""
         context = self._context
         self.steps.committed(*self.newest)  # the step may be of an earlier coordinator, and learned since
         self._decided_here = False
@@ -360,17 +360,18 @@ class Commits:
             context.out.append(fell)
 
     def _recommit(self, one: Recommit) -> bool:
-        """Commit the content of an older version; return False while it is unknown."""
+        """Commit an older version's content again; return False while it is unknown."""
         payload = self.contents.of(one.version)
         if payload is not None:
             self._decide(one.number, payload.digest, payload, content=one.content)
         return payload is not None
 
     def _holders(self, version: int) -> set[Member]:
+        """Return the targets that hold the whole version."""
         return {s.member for s in self._roster if s.is_target and s.carries and version in s.held}
 
     def _take_first_digest(self, payload: Payload) -> None:
-        """Take the digest of the first image of a version committed in parts."""
+        """Learn the newest commit's digest, unknown so far, from its first image."""
         if payload is self.committed and not self.decided:
             self._context.ledger.learn_digest(payload.digest)
 
@@ -385,7 +386,7 @@ class Commits:
             self._context.ledger.learn_digest(digest)
 
     def restore(self, payload: Payload) -> None:
-        """Set the manifest and ``meta`` of a content, known here again."""
+        """Store a version's manifest and facts, known here again after a restart."""
         self.contents.add(payload)
         if payload is self.committed or self.manifests.current is None:
             self.manifests.current = payload.manifest
@@ -393,7 +394,7 @@ class Commits:
     # ------------------------------------------------------------ failures
 
     def fail(self, publish: Publish, error: errors.ReplicasError, now: float) -> None:
-        """Fail the publish for all its ranks; its number is not used again."""
+        """Fail the publish for all its ranks, and have members discard its version."""
         if publish.over:
             return
         error.channel = error.channel or self._context.config.name
@@ -415,7 +416,7 @@ class Commits:
         self._verdict(publish, snake_case(type(error).__name__), now)
 
     def _verdict(self, publish: Publish, outcome: str, now: float, transfer: Transfer | None = None) -> None:
-        """Send the publish's end to its ranks, and emit its record."""
+        """Queue the publish's end to its ranks; emit its record (``outcome``)."""
         context = self._context
         record = publish.record(outcome, now, moved=transfer is not None)
         self.publishes.end(publish, committed=publish.receipt is not None)
@@ -427,7 +428,8 @@ class Commits:
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, state: MemberState, now: float, *, in_order: bool) -> None:
-        """Handle the loss of a member, which is already out of the roster."""
+        """Go on without a lost member (out of the roster already); fail publishes that
+        it packed. ``in_order``: it left, and is not missed."""
         member = state.member
         self.manifests.lost(member)
         self._unread = [(one, message) for one, message in self._unread if one is not state]
@@ -444,7 +446,7 @@ class Commits:
             transfer.lost(member, now)
 
     def tick(self, now: float, *, recovering: bool) -> None:
-        """Check deadlines. ``recovering``: members may still come back."""
+        """Check deadlines; with ``recovering`` members of before may still return."""
         for transfer in self.transfers:
             transfer.tick(now)
         for publish in self.publishes.without_verdict():
@@ -459,10 +461,8 @@ class Commits:
             catch_up.tick(now)
 
     def _leave_laggards(self, publish: Publish, now: float) -> None:
-        """Leave out targets that are not ready after half of the time, if others are.
-
-        Targets that are offered the version later have at least :data:`READY_S`.
-        """
+        """Leave out targets that are not ready after half of the time, if others are;
+        those that were offered the version later have at least :data:`READY_S`."""
         transfer = publish.transfer
         if transfer is None or self._context.config.on_lost == "raise":
             return
@@ -488,16 +488,16 @@ class Commits:
         if publish.state == "packing":
             error = self._unpacked_error(publish, waited)
         elif publish.state == "queued" and recovering:
-            error = errors.DeadlineExceeded(f"{text} the members to come back to a new coordinator", phase="queue")
+            error = errors.DeadlineExceeded(f"{text} members to reconnect to the restarted coordinator", phase="queue")
         elif publish.state == "queued" and publish.payload is None:
-            text = f"version {publish.version}: its manifest was still being read after {waited}"
+            text = f"version {publish.version}: the coordinator has not read its list of tensors within {waited}"
             error = errors.DeadlineExceeded(text, phase="queue")
         elif publish.state == "queued" and self.main is None:
             needed = self._context.config.min_targets
-            there = f"{self._target_replicas()} target replicas have joined, but min_targets = {needed}"
+            there = f"{count_text(self._target_replicas(), 'target replica')} joined, and min_targets = {needed}"
             error = self._too_few(publish, there, TOO_FEW, phase="queue")
         elif transfer is None or publish.state == "queued":
-            error = errors.Busy(f"{text} an earlier version to end", phase="queue")
+            error = errors.Busy(f"{text} the transfer of an earlier version to end", phase="queue")
         elif transfer.verified and self._context.config.on_lost == "drop":
             transfer.stop(complete=True)
             self._main_ended(publish, transfer, None, now)
@@ -514,7 +514,7 @@ class Commits:
         self.fail(publish, error, now)
 
     def _unpacked_error(self, publish: Publish, waited: str) -> errors.DeadlineExceeded:
-        """Return the error of a publish that not all ranks have packed."""
+        """Return the error of a publish that ranks did not pack in ``waited``."""
         replica = self._roster.replica(publish.group, publish.replica)
         ranks = self.publishes.unpacked(publish, max((state.hello.world_size for state in replica), default=1))
         late = [rank for rank in ranks if rank not in {member.rank for member in publish.begun}]

@@ -20,16 +20,20 @@ class Contents:
     """The contents of one channel whose payloads are known here."""
 
     def __init__(self, context: ChannelContext) -> None:
+        """Start without payloads; versions and labels are those of the ledger."""
         self._context = context
         self._ledger, self._promoted = context.ledger, context.config.follow == "promoted"
         self._payloads: dict[int, Payload] = {}
 
     def of(self, version: int) -> Payload | None:
-        """Return the payload of a version's content, if it is known here."""
+        """Return the payload (manifest and facts) of a version's bytes, or None.
+
+        None if it is not known here, as after a restart of the coordinator.
+        """
         return self._payloads.get(self._ledger.content(version))
 
     def add(self, payload: Payload) -> None:
-        """Keep a payload, and those that are still needed."""
+        """Store a payload; drop the payloads of versions that are not needed now."""
         ledger = self._ledger
         needed = {payload.version, *self.wanted, *map(ledger.content, (ledger.newest, *ledger.pinned()))}
         kept = {content: known for content, known in self._payloads.items() if content in needed}
@@ -37,19 +41,19 @@ class Contents:
 
     @property
     def known(self) -> list[Payload]:
-        """The payloads that are known here."""
+        """The payloads (manifests and facts of versions) that are known here."""
         return list(self._payloads.values())
 
     @property
     def wanted(self) -> list[int]:
-        """The contents that all targets are to have, the most urgent first."""
+        """The versions whose bytes all targets are to have, the most urgent first."""
         ledger = self._ledger
         served = [ledger.current(), ledger.candidate()] if self._promoted else [ledger.newest]
         return list(dict.fromkeys(ledger.content(version) for version in served if version))
 
     @property
     def leased(self) -> dict[int, set[str]]:
-        """The contents that members hold leases of, with these members."""
+        """The members that hold leases (promises to keep), by version of the bytes."""
         found: dict[int, set[str]] = {}
         for lease in self._ledger.leases.values():
             if lease.holder:
@@ -57,32 +61,39 @@ class Contents:
         return found
 
     def for_latecomers(self) -> list[Wanted]:
-        """Return what members are to have: all targets, or the holder of a lease."""
+        """Return the versions that are to be sent to members which lack them.
+
+        As payloads (manifest and facts). Each comes with the names of these members:
+        holders of a lease, or None for all targets.
+        """
         served, leased = self.wanted, self.leased.items()
         wanted = [(content, None) for content in served]
         more = [(content, frozenset(holders)) for content, holders in leased if content not in served]
         return [(self._payloads[content], whom) for content, whom in (*wanted, *more) if content in self._payloads]
 
     def obtainable(self, members: Iterable[MemberState], version: int) -> bool:
-        """Return True if ``members`` can get a committed version."""
+        """Return True if any of ``members`` can get a committed version's bytes."""
         content, payload = self._ledger.content(version), self.of(version)
         owners = payload.part_owners if payload is not None else ()
         return self._context.keeping.serves(content, owners, members) or self.is_held(content)
 
     def is_held(self, content: int) -> bool:
-        """Return True if a member has the content, or a part of it."""
+        """Return True if a member has all or a part of the bytes.
+
+        :param content: the version with which these were published.
+        """
         roster = self._context.roster
         return bool(roster.holders.of(content)) or any(content in state.parts for state in roster)
 
     def newest(self, version: int) -> Newest:
-        """Return a committed version with its ``meta``, if that is known here."""
+        """Return a version with its publisher's ``meta``, None if that is unknown."""
         payload = self.of(version)
         return Newest(version, payload.meta if payload is not None else None)
 
     def served(self, canary: frozenset[tuple[str, int]]) -> Served:
-        """Return the versions that targets may load.
+        """Return the versions that targets may load: the current one, and a candidate.
 
-        :param canary: replicas that load the candidate.
+        :param canary: replicas that load the candidate; without any, there is none.
         """
         ledger = self._ledger
         current = self.newest(ledger.current() if self._promoted else ledger.newest)

@@ -37,19 +37,23 @@ class Cache(Generic[_T]):
     """Recently used values by hash; bounded in bytes, but always with the newest."""
 
     def __init__(self, limit_nbytes: int = CACHE_NBYTES) -> None:
+        """Start empty; ``limit_nbytes`` limits the total of the values' sizes."""
         self._limit_nbytes = limit_nbytes
         self._nbytes = 0
         self._kept: OrderedDict[str, tuple[_T, int]] = OrderedDict()
 
     def get(self, key: str) -> _T | None:
-        """Return the value of this key and mark it as used, or None."""
+        """Return the value of this key, and mark it as used; None if it is not here."""
         if key not in self._kept:
             return None
         self._kept.move_to_end(key)
         return self._kept[key][0]
 
     def put(self, key: str, value: _T, nbytes: int) -> None:
-        """Store a value as the newest; drop the oldest ones beyond the limit."""
+        """Store a value as the newest; drop the oldest ones beyond the limit.
+
+        :param nbytes: size of the value, for the limit.
+        """
         _, known_nbytes = self._kept.pop(key, (value, 0))  # to the end: it is the newest now
         self._nbytes += nbytes - known_nbytes
         self._kept[key] = value, nbytes
@@ -59,9 +63,11 @@ class Cache(Generic[_T]):
 
 
 def pieces(ask: ManifestAsk, manifest: bytes | None) -> list[ManifestPiece]:
-    """Return the pieces that answer ``ask``: those of one window.
+    """Return the pieces of a manifest that answer a request: those of one window.
 
-    One empty piece if there is no manifest, or the request is out of its range.
+    Return one empty piece if there is no manifest, or the request is out of its range.
+
+    :param manifest: the encoded manifest that is asked for, or None.
     """
     if manifest is None or not 0 <= ask.offset < len(manifest):
         return [ManifestPiece(ask.manifest_hash, 0, 0, b"")]  # empty: Gone
@@ -76,6 +82,7 @@ class Fetch:
     """The fetch of one manifest. Times are seconds of a monotonic clock."""
 
     def __init__(self, manifest_hash: str) -> None:
+        """Start without bytes; nothing is asked for before :meth:`ask`."""
         self.manifest_hash = manifest_hash
         self._data = bytearray()
         self._window_nbytes = PIECE_NBYTES  # small: the link is unknown yet
@@ -83,7 +90,10 @@ class Fetch:
         self._asked_at = 0.0
 
     def ask(self, now: float) -> ManifestAsk:
-        """Return the request for the next window of bytes, for the caller to send."""
+        """Return the request for the next window of bytes, for the caller to send.
+
+        :param now: when it is sent; the window's size follows from how long it takes.
+        """
         self._asked_at = now
         self._window_end = len(self._data) + self._window_nbytes
         return ManifestAsk(self.manifest_hash, len(self._data), self._window_nbytes)
@@ -93,7 +103,8 @@ class Fetch:
 
         Return None if more pieces of the window must come.
 
-        :raises replicas.errors.ReplicasError: the other side cannot provide it.
+        :raises replicas.errors.ReplicasError: the other side does not have the
+            manifest, or it is too large or corrupt.
         """
         if not piece.data:
             raise Gone(f"manifest {self.manifest_hash} is no longer available", hint="")

@@ -72,11 +72,11 @@ class LoadRound:
 
     @property
     def partial(self) -> bool:
-        """Whether a rank failed to load, and the ranks have differed since."""
+        """True if a rank failed to load, and the ranks have differed since."""
         return self.state == "partial"
 
     def move(self, event: RoundEvent) -> None:
-        """Change the state by the table ``ROUND``."""
+        """Change the state of the round by the table ``ROUND``."""
         self.state = ROUND.next(self.state, event)
 
     def assign(self, version: int) -> None:
@@ -86,7 +86,7 @@ class LoadRound:
         self.owed.clear()
 
     def grant(self, member: Member) -> None:
-        """Note that the rank is granted the round's version."""
+        """Note that the rank may load the round's version now, and has to report it."""
         self.move("grant")
         self.taken.add(member)
 
@@ -98,19 +98,19 @@ class Newest(NamedTuple):
     meta: Mapping[str, object] | None = None
 
     def is_enough(self, ask: ReceiveAsk) -> bool:
-        """Return True if the version meets the ask's ``at_least``; ignore ``after``."""
+        """Return True if the version reaches the lower bound in the rank's request."""
         return is_enough(ask.at_least, ask.key, self.version, self.meta or {})
 
     def meets(self, ask: ReceiveAsk) -> bool:
-        """Return True if the version may be granted for this ask."""
+        """Return True if it is newer than the asking rank's, and at or above the
+        bound."""
         return ask.after < self.version and self.is_enough(ask)
 
 
 def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object]) -> bool:
-    """Return True if the version's number is at least ``at_least``.
-
-    With ``key``, the number of that name in its ``meta`` counts instead.
-    """
+    """Return True if the version's number is at least ``at_least``. With a ``key`` the
+    number in its publisher's ``meta`` under that name counts instead; if there is none,
+    return False."""
     found = number_in(meta, key) if key else version
     return found is not None and found >= at_least
 
@@ -134,7 +134,10 @@ class ReplicaView(NamedTuple):
     expected: int
 
     def begun(self, round_: LoadRound) -> bool:
-        """Return True if a rank may look at the round's version, or serves it."""
+        """Return True if a rank may have begun to load the round's version.
+
+        That is a rank that was granted it, or serves it.
+        """
         loaded = (round_.done, *(state.loaded for state in self.ranks))
         return bool(round_.taken) or round_.version in loaded
 
@@ -161,7 +164,7 @@ class LoadRounds:
         """By version: how many ranks that carry bytes serve it."""
 
     def of(self, group: str, replica: int) -> LoadRound:
-        """Return the replica's round, not a copy; begin one if there is none."""
+        """Return the replica's load round (not a copy); begin one if there is none."""
         return self._of_replica.setdefault((group, replica), LoadRound())
 
     @property
@@ -170,11 +173,12 @@ class LoadRounds:
         return list(self._of_replica)
 
     def _known(self, group: str, replica: int) -> LoadRound:
-        """Return the replica's round, or an idle one that is not kept."""
+        """Return the replica's round, or an idle one, which is not stored."""
         return self._of_replica.get((group, replica), LoadRound())
 
     def touch(self, state: MemberState) -> None:
-        """Note a change of this rank: its replica is due if it waits for a grant."""
+        """Note a change of this rank, as of the versions that it holds: :meth:`advance`
+        is due for its replica if a rank of it waits."""
         key = (state.member.group, state.member.replica)
         if self._known(*key).asks:
             self._due.add(key)
@@ -182,8 +186,8 @@ class LoadRounds:
     def take_due(self, served: Served) -> list[tuple[str, int]]:
         """Return the replicas whose round may advance, in order; then none is due.
 
-        :param served: the versions that they may load; a new one makes all that ask
-            due.
+        :param served: the versions that targets may load; if they have changed, all
+            replicas that ask are due.
         """
         if served != self._due_served:
             self._due_served = served
@@ -192,7 +196,7 @@ class LoadRounds:
         return due  # sorted: the same history gives the same messages
 
     def holds(self, state: MemberState, version: int) -> bool:
-        """Return True if the rank holds the version's content."""
+        """Return True if the rank has the bytes of the version."""
         return self._content(version) in state.held
 
     def loaded_by_all(self) -> int:
@@ -207,20 +211,21 @@ class LoadRounds:
                 del self._loaded[state.loaded]  # loaded_by_all() takes the least key
 
     def asks(self, member: Member) -> bool:
-        """Return True if the member waits for a grant."""
+        """Return True if the member waits for the grant of a version."""
         return member in self._known(member.group, member.replica).asks
 
     def has_open_update(self, member: Member) -> bool:
-        """Return True if the member was granted an update and has not reported it."""
+        """Return True if the member was granted a version and has not reported its
+        load."""
         return member in self._known(member.group, member.replica).taken
 
     def loading(self, group: str, replica: int) -> bool:
-        """Return True if a round has begun to load and is not complete."""
+        """Return True if the replica's load of a version has begun and not ended."""
         round_ = self._known(group, replica)
         return round_.state == "loading" or bool(round_.taken)
 
     def wants(self, member: Member, version: int) -> bool:
-        """Return True if the member asks, and ``version`` is new enough for it."""
+        """Return True if the member waits for a version and this one is newer."""
         found = self._known(member.group, member.replica).asks.get(member)
         return found is not None and found.after < version
 
@@ -243,7 +248,7 @@ class LoadRounds:
         self._due.add((member.group, member.replica))
 
     def cancel_ask(self, member: Member, ask: int) -> None:
-        """Withdraw a rank's ask of this number, and a grant that has crossed it."""
+        """Withdraw a rank's request of this number, and a grant that has crossed it."""
         round_ = self.of(member.group, member.replica)
         if (found := round_.asks.get(member)) is not None and found.ask == ask:  # else a newer ask has crossed this
             del round_.asks[member]
@@ -253,8 +258,8 @@ class LoadRounds:
     def joined(self, state: MemberState) -> None:
         """Add a rank, with the version that an earlier coordinator assigned to it.
 
-        Ranks that hold the version are reminded to keep it: that coordinator may have
-        ended before all of them heard of it.
+        Queue Assigned to ranks that hold that version, so that they keep it: that
+        coordinator may have ended before all of them heard of it.
         """
         if not state.carries:
             return
@@ -274,7 +279,7 @@ class LoadRounds:
             round_.grant(state.member)
 
     def loaded(self, state: MemberState, version: int) -> None:
-        """Note that a rank serves ``version`` now."""
+        """Note that a rank serves ``version`` now; the round may be complete then."""
         round_ = self._take_result(state, version)
         if round_ is not None:
             if version > round_.version:
@@ -282,7 +287,7 @@ class LoadRounds:
             self._recompute_loaded(round_, state.member)
 
     def failed(self, state: MemberState, version: int, why: str, *, kept: bool = False) -> None:
-        """Note that a rank failed to load ``version``, and report it.
+        """Note that a rank failed to load ``version``, and emit an event of that.
 
         :param kept: the rank refused it, and serves its own version unchanged.
         """
@@ -296,17 +301,18 @@ class LoadRounds:
         self._recompute_loaded(round_, state.member)
 
     def left_behind(self, group: str, replica: int, version: int, why: str) -> None:
-        """Note and report that the others load a version, and this replica does not."""
+        """Report that this replica keeps its version while the others load a newer."""
         self._note_failure(self.of(group, replica), group, replica, version, why, kept=True)
 
     def _note_failure(self, round_: LoadRound, group: str, replica: int, version: int, why: str, *, kept: bool) -> None:
-        """Store and report a failed load, if its version is the newest that failed."""
+        """Store and report a failed load, if its version is the newest that failed.
+        ``kept``: the rank refused the version, and has loaded nothing of it."""
         if version > round_.failed:  # of several ranks the first knows why
             round_.failed, round_.failure, round_.refused = version, f"version {version} was not loaded: {why}", kept
             self._out.append(LoadFailed(self._channel, group, replica, version, why, kept))
 
     def refusals(self, version: int) -> dict[str, str]:
-        """Return the reasons why replicas refused this or a newer version, by name."""
+        """Return why replicas refused this or a newer version, by replica name."""
         return {
             f"{group}/{replica}": round_.failure
             for (group, replica), round_ in self._of_replica.items()
@@ -314,10 +320,8 @@ class LoadRounds:
         }
 
     def _take_result(self, state: MemberState, version: int) -> LoadRound | None:
-        """Set the version that the rank serves now; return its round.
-
-        Return None if the rank is no target that carries bytes.
-        """
+        """Set the version that the rank serves now; return its replica's round. Return
+        None if the rank is not a target that carries bytes."""
         self._count(state, -1)
         state.loaded = version
         self._count(state, 1)
@@ -328,7 +332,8 @@ class LoadRounds:
         return round_
 
     def lost(self, state: MemberState, *, in_order: bool) -> None:
-        """Remove a lost rank, which is out of the roster; ``in_order``: it left."""
+        """Remove a lost rank, which is out of the roster; with the last, the round.
+        ``in_order``: it left; the others of its life still load what it had loaded."""
         member = state.member
         self._count(state, -1)
         round_ = self.of(member.group, member.replica)
@@ -342,9 +347,11 @@ class LoadRounds:
             del self._of_replica[member.group, member.replica]  # its next life begins with a new round
 
     def _recompute_loaded(self, round_: LoadRound, member: Member) -> ReplicaView:
-        """Recompute the version that the replica's ranks serve; report a change.
+        """Recompute the version that all ranks serve; emit an event if it changed.
 
-        Return the replica's present ranks.
+        Return the present ranks of the replica.
+
+        :param member: a rank of the replica.
         """
         if round_.asks:
             self._due.add((member.group, member.replica))
@@ -368,7 +375,10 @@ class LoadRounds:
         return view
 
     def advance(self, group: str, replica: int, newest: Newest) -> None:
-        """Assign the newest version to a replica that may open a round; send grants."""
+        """Open a round for the newest version if the replica may; queue grants.
+
+        :param newest: the newest version that the replica may load.
+        """
         latest, view = newest.version, self.view(group, replica)
         if not view.ranks or not latest:
             return
@@ -405,6 +415,8 @@ class LoadRounds:
         """Grant the version that all serve to ranks that ask for it again.
 
         Return True if no other version may be opened, as a rank is still owed this one.
+
+        :param latest: the newest version that the replica may load.
         """
         version = round_.version
         asking = [state for state in view.ranks if state.member in round_.asks and state.member in round_.asks_same]
@@ -423,7 +435,7 @@ class LoadRounds:
         return bool(round_.owed)
 
     def _in_progress(self, round_: LoadRound, view: ReplicaView) -> bool:
-        """Return True if a rank has yet to load the round's version, and can."""
+        """Return True if a rank has yet to load the round's version, and can do so."""
         waiting = [state for state in view.ranks if state.loaded != round_.version]
         if round_.state in ("idle", "loaded") or not waiting or not view.begun(round_):
             return False

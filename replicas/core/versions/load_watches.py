@@ -18,6 +18,11 @@ class LoadWatches:
     def __init__(
         self, roster: Roster, rounds: LoadRounds, adoption: Lockstep, ledger: Ledger, out: list[Effect]
     ) -> None:
+        """Start without watches.
+
+        :param adoption: decides which version all targets load together.
+        :param out: the channel's effects, to which answers are added.
+        """
         self._roster, self._rounds, self._adoption, self._out = roster, rounds, adoption, out
         self._ledger, self._seen = ledger, 0
         self._watches: dict[Member, wire.WatchLoaded] = {}
@@ -31,9 +36,10 @@ class LoadWatches:
         self._watches.pop(member, None)
 
     def answer(self) -> None:
-        """Answer the watches of versions that all targets have loaded or some refused.
+        """Answer the members that watch a version which all targets have loaded.
 
-        A version counts as loaded by all even if a target has left since.
+        Also one that no target will load, as it was refused. A version counts as loaded
+        by all even if a target has left since.
         """
         loaded = self._rounds.loaded_by_all()
         decided = self._seen != self._ledger.changes
@@ -45,10 +51,12 @@ class LoadWatches:
                 self.watch(member, watch)
 
     def watch(self, member: Member, watch: wire.WatchLoaded) -> None:
-        """Answer the watch now, or store it in place of this member's earlier one.
+        """Answer a member's watch now, or store it in place of its earlier one.
 
         It is answered when no target is waited for, with the reasons of those that
         refused.
+
+        :param watch: the request to be told when all targets have loaded a version.
         """
         refusals: dict[str, str] = {}
         if watch.version > self._loaded_once:

@@ -63,6 +63,11 @@ class Lockstep:
     """
 
     def __init__(self, config: ChannelConfig, rounds: LoadRounds, history: History, out: list[Effect]) -> None:
+        """Start without decisions.
+
+        :param rounds: the load rounds, which grant versions to replicas.
+        :param out: the channel's effects, to which answers are added.
+        """
         self._config, self._rounds, self._history, self._out = config, rounds, history, out
         self._adopted, self._rejected = {0}, dict[int, str]()
         self._served = self._newest = self._candidate = Newest(0)
@@ -84,15 +89,15 @@ class Lockstep:
 
     @property
     def served(self) -> int:
-        """The newest adopted version; 0 if there is none."""
+        """The newest version that all targets are to load; 0 if there is none."""
         return self._served.version
 
     def is_rejected(self, version: int) -> bool:
-        """Return True if ``version`` is not adopted, and the newest is rejected."""
+        """Return True if targets do not load ``version``, nor the newest one."""
         return version > self.served and self._newest.version in self._rejected
 
     def waits(self, member: Member) -> bool:
-        """Return True if the member can load a version, and waits for the others."""
+        """Return True if the member can load a version, and waits for the decision."""
         return member in self._said
 
     def is_behind(self, group: str, replica: int) -> bool:
@@ -103,24 +108,30 @@ class Lockstep:
     # ------------------------------------------------------------ reports of members
 
     def joined(self, state: MemberState) -> None:
-        """Take the decisions that a joining rank knows from another coordinator."""
+        """Take over the decisions that a joining rank knows from another coordinator.
+
+        A new replica of a fleet that serves a version is not waited for until it asks.
+        """
         hello, key = state.hello, _key(state.member)
         if state.from_before:
             self._told[key] = max(self._told.get(key, 0), hello.adopted)
             self._adopt(Newest(min(hello.adopted, hello.latest)))
-            self._reject(hello.unadopted, f"{state.member.name} was told so, or has refused it")
+            self._reject(hello.unadopted, f"{state.member.name} has refused it, or was told so earlier")
         elif self.served:
             self._outside.add(key)
         self.touch(key)
 
     def lost(self, state: MemberState) -> None:
-        """Forget the report of a target's rank, which is lost or does not load."""
+        """Forget the report of a target's rank, which is lost or does not load.
+
+        The poll on a version (which asks all targets) no longer waits for that rank.
+        """
         self._said.pop(state.member, None)
         self._told.pop(_key(state.member), None)
         self.touch(_key(state.member))
 
     def asked(self, state: MemberState, ask: wire.ReceiveAsk) -> None:
-        """Note that a rank asks for a version.
+        """Note that a rank asks for a version, so that its replica is waited for.
 
         Reject the version of the poll if the rank waits for a newer one.
         """
@@ -129,31 +140,42 @@ class Lockstep:
         self._asked.add(key)
         self.touch(key)
         if key in self._waiting and not self._candidate.meets(ask):
-            self._reject(self._candidate.version, f"{state.member.replica_name} waits for a newer one")
+            self._reject(self._candidate.version, f"{state.member.replica_name} waits for a newer version")
 
     def can_load(self, state: MemberState, message: wire.CanLoad) -> None:
-        """Note a rank's report that it can load a version; the rank waits."""
+        """Note a rank's report that it can load a version; the rank waits.
+
+        The answer is sent by :meth:`advance`.
+        """
         self._said[state.member] = message
         self._fresh.add(state.member)
         self.touch(_key(state.member))
 
     def failed(self, state: MemberState, version: int, why: str) -> None:
-        """Note that a rank does not load a version, and reject an undecided one."""
+        """Note that a rank does not load a version; if undecided, no target loads it.
+
+        :param why: its reason, as text.
+        """
         self.lost(state)
         if version > self.served:  # else it is decided, or refused by a target that was left behind
-            self._reject(version, f"{state.member.replica_name} does not load it: {why}")
+            self._reject(version, f"{state.member.replica_name} does not load it ({why})")
 
     def touch(self, key: Key) -> None:
-        """Note a change of the replica, such as the begin of a drain.
+        """Note a change of a replica, such as the begin of a drain.
 
         The poll then waits for a report of it, or no longer does.
+
+        :param key: its group and index.
         """
         self._due = True
         if self._candidate.version:
             (self._waiting.add if self._is_awaited(key) else self._waiting.discard)(key)
 
     def _is_awaited(self, key: Key) -> bool:
-        """Return True if the poll waits for a report of the replica."""
+        """Return True if the poll waits for a report of the replica.
+
+        Not if a rank is missing, or draining, or if all ranks have reported.
+        """
         view = self._rounds.view(*key)
         if key in self._outside or len(view.ranks) < view.expected or any(state.draining for state in view.ranks):
             return False
@@ -165,6 +187,9 @@ class Lockstep:
 
     def advance(self, newest: Newest, now: float) -> Newest:
         """Take all decisions that are due; return the version that rounds may grant.
+
+        Queue the answers to the ranks that wait for them. Without ``adopt_together``
+        return ``newest``.
 
         :param newest: the newest committed version.
         """
@@ -183,7 +208,7 @@ class Lockstep:
         return self._served if newest.version in self._rejected else newest
 
     def _answer(self) -> None:
-        """Send decisions to the ranks that wait for them.
+        """Queue the decisions to the ranks that wait for them.
 
         Open a poll if one of them can load a newer version.
         """
@@ -192,7 +217,7 @@ class Lockstep:
         said -= self._adopted | self._rejected.keys()
         ahead = max(polled, self.served, *said, 0)
         for version in (said | {polled}) - {ahead, 0}:
-            self._reject(version, f"version {ahead} came before all could load it")
+            self._reject(version, f"version {ahead} came before all targets could load it")
         if ahead > max(polled, self.served):
             self._candidate = self._newest if ahead == self._newest.version else Newest(ahead)
             self._asked = set(self._rounds.replicas)
@@ -206,7 +231,7 @@ class Lockstep:
                 self._out.append(Send(member, wire.LoadDecided(version, self._error(version))))
 
     def _error(self, version: int) -> wire.WireError | None:
-        """Return the error of a rejected version; None if it is not rejected."""
+        """Return the error for ranks that wait for a rejected version; else None."""
         if (why := self._rejected.get(version)) is None:
             return None
         text = f"no target loads version {version}: {why}"
@@ -214,7 +239,11 @@ class Lockstep:
         return wire.WireError.of(error)
 
     def _decide_if_due(self, now: float) -> None:
-        """End the poll if a replica lacks the version, all reported, or time is up."""
+        """End the poll if a replica lacks the version, all reported, or time is up.
+
+        At the deadline the version is adopted without the replicas that have not
+        reported.
+        """
         version = self._candidate.version
         leads = any(not self.served or self._rounds.of(*_key(member)).loaded for member in self._said)
         self._deadline = min(self._deadline, now + self._config.deadline_s) if version and leads else math.inf
@@ -224,14 +253,17 @@ class Lockstep:
             self._reject(version, why)
         elif now > self._deadline or (version and self._said and not self._waiting):
             for group, replica in sorted(self._waiting):
-                why = f"it did not report within {self._config.deadline_s:g} s that it can load it; all others did"
+                why = f"this replica did not report within {self._config.deadline_s:g} s that it can load it; all others did"
                 self._rounds.left_behind(group, replica, version, why)
                 self._history.unloaded.setdefault(f"{group}/{replica}", f"version {version}: {why}")
                 self._outside.add((group, replica))
             self._adopt(self._candidate)
 
     def _lacks(self, key: Key) -> bool:
-        """Return True if the replica asks, and can no longer get the polled version."""
+        """Return True if the replica asks, and can no longer get the polled version.
+
+        A rank of it has not, or no longer, the bytes, and a newer version is committed.
+        """
         version, ranks = self._candidate.version, self._rounds.view(*key).ranks
         asks = self._newest.version > version and self._rounds.of(*key).asks
         return bool(asks) and any(not self._rounds.holds(state, version) for state in ranks)
@@ -244,7 +276,10 @@ class Lockstep:
             self._decided(newest.version)
 
     def _reject(self, version: int, why: str) -> None:
-        """Decide that no target loads the version, unless it is decided."""
+        """Decide that no target loads the version, unless it is decided already.
+
+        :param why: the reason, as text, for the ranks that wait for it.
+        """
         if version not in self._adopted and version not in self._rejected:
             known = {one: self._rejected[one] for one in sorted(self._rejected)[1 - _KEPT :]}
             self._rejected = {**known, version: text_of(why, REASON_LENGTH)}

@@ -90,7 +90,7 @@ def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
 
 
 def difference(old: AnyManifest, new: AnyManifest, *, limit: int = 3) -> str:
-    """Return the first ``limit`` differences as text, or "" if there are none.
+    """Return the first ``limit`` differences of two manifests as text, or "".
 
     In tensors and aliases; order does not count: receivers find tensors by name, and a
     checkpoint that is published again has another order than the trainer's model.
@@ -118,7 +118,10 @@ def _differences(old: AnyManifest, new: AnyManifest) -> Iterator[str]:
 
 
 def answer(state: MemberState, ask: ManifestAsk, known: Iterable[Payload], now: float) -> list[ManifestPiece]:
-    """Return the pieces of a manifest for a member; note how fast it reads.
+    """Return the pieces of a manifest that a member asks for, for the caller to send.
+
+    Note in ``state`` how fast the member reads. One empty piece says that the manifest
+    is not known.
 
     :param known: payloads of versions that it may have been offered.
     """
@@ -139,9 +142,9 @@ class Joined(NamedTuple):
 
 
 def read(effect: Read) -> Joined:
-    """Run a :class:`~replicas.core.base.effects.Read`: decode, join and hash manifests.
+    """Carry out a Read effect: decode manifests, join them to one, and hash that.
 
-    Slow; call it off the event loop.
+    It takes seconds for many tensors; call it off the event loop.
 
     :raises replicas.errors.ManifestMismatch: they are malformed, do not fit each other,
         or are too large together.
@@ -164,6 +167,10 @@ class Manifests:
     """
 
     def __init__(self, channel: str, out: list[Effect]) -> None:
+        """Start without manifests.
+
+        :param out: the channel's effects, to which requests are added.
+        """
         self._channel = channel
         self._out = out
         self._encoded: Cache[bytes] = Cache()
@@ -180,6 +187,8 @@ class Manifests:
 
         While another fetch from the member is under way, return None without asking:
         when that one has ended, the callers that still wait call again.
+
+        :param member: a member that has the manifest.
         """
         found = self._encoded.get(manifest_hash)
         if found is None and member not in self._fetches:
@@ -211,7 +220,7 @@ class Manifests:
         return False
 
     def lost(self, member: Member) -> None:
-        """Forget the fetch from a lost member."""
+        """Forget the unfinished fetch from a lost member."""
         self._fetches.pop(member, None)
 
     # ------------------------------------------------------------ joining
@@ -234,7 +243,10 @@ class Manifests:
         return found
 
     def read(self, effect: Read, found: Joined | errors.ReplicasError) -> None:
-        """Store the result of a Read effect, for :meth:`joined`."""
+        """Store the result of a Read effect, for the next call of :meth:`joined`.
+
+        :param found: the joined manifest, or the error of reading it.
+        """
         self._being_read.discard(effect.key)
         if isinstance(found, Joined):
             self._joined.put(effect.key, found, len(found.encoded))
@@ -242,9 +254,9 @@ class Manifests:
             self._failed[effect.key] = found
 
     def payload(self, publish: Publish) -> Payload | None:
-        """Return the publish's payload, its manifest and facts about its bytes.
+        """Return the publish's payload: its manifest and facts about its bytes.
 
-        Return None while its manifests are being joined.
+        Return None while the manifests of its ranks are being joined: call again.
 
         :raises errors.ManifestMismatch: the parts do not fit each other, or the
             channel's manifest.

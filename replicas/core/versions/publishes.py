@@ -42,7 +42,7 @@ _TRACE_LENGTH = 128
 ALL_NEEDED = (
     'with on_lost = "raise" each target is needed: publish again when these answer again or have left the channel'
 )
-MATE_NEEDED = "publish again when this rank has joined again"
+MATE_NEEDED = "publish again when this rank has rejoined"
 TOO_FEW = "start or wait for more target replicas, or lower min_targets"
 
 
@@ -81,21 +81,22 @@ class Publish:
 
     @property
     def over(self) -> bool:
-        """Whether the publish has its verdict."""
+        """True if the publish has its verdict."""
         return PUBLISH.final(self.state)
 
     @property
     def carriers(self) -> list[Member]:
-        """Ranks that have packed bytes for it, in order."""
+        """Ranks that have packed bytes for the publish, in order."""
         # a rank without a manifest takes part, but has no bytes
         return sorted(member for member, packed in self.packed.items() if packed.manifest_hash)
 
     def phases(self, now: float, failed_in: str = "") -> dict[str, float]:
-        """Return seconds by phase until ``now``, in order; the engine sets ``commit``.
+        """Return the seconds that each phase took until ``now``, in order.
 
-        Time that no rank has measured counts as ``pack`` until the slots are full, and
-        then as ``acknowledge``; if the publish failed, as the phase ``failed_in``. With
-        a GPU also ``hold``: how long the source's streams were held.
+        The engine sets ``commit`` later. Time that no rank has measured counts as
+        ``pack`` until the slots are full, and then as ``acknowledge``; if the publish
+        failed, as the phase ``failed_in``. With a GPU also ``hold``: how long the
+        source's streams were held.
         """
 
         def longest(phase: str) -> float:
@@ -122,7 +123,7 @@ class Publish:
         return phases | ({"hold": hold_s} if (hold_s := longest("hold")) else {})
 
     def note_holders(self, now: float) -> None:
-        """Note when members that the transfer has verified got the version."""
+        """Note the time at which members got the version, once for each."""
         if self.transfer is not None:
             for member in self.transfer.verified - self.held.keys():
                 self.held[member] = now - self.began_at
@@ -132,7 +133,11 @@ class Publish:
     ) -> ReceiptData:
         """Return the receipt of the committed publish.
 
-        :param members: those that hold it. :param digest: of the version.
+        Clear the roster's notes of failed loads, which it takes.
+
+        :param members: those that hold the version.
+        :param lost: why targets lack it, by name.
+        :param digest: of the version.
         """
         return ReceiptData(
             epoch=roster.epoch,
@@ -150,7 +155,7 @@ class Publish:
         )
 
     def record(self, outcome: str, now: float, *, moved: bool) -> SyncRecord:
-        """Return the record of the publish's end.
+        """Return the record of the publish's end, for events and the status.
 
         :param outcome: ``committed``, or the name of an error.
         :param moved: include the bytes that its transfer sent.
@@ -192,6 +197,11 @@ class Publishes:
     """
 
     def __init__(self, channel: str, floor: int, *, all_ranks: bool = False) -> None:
+        """Start without publishes.
+
+        :param floor: the newest version number that was ever used.
+        :param all_ranks: all ranks of a replica have bytes, not only its leader.
+        """
         self._channel, self._all_ranks = channel, all_ranks
         self.numbered = floor
         """The newest version number ever given out."""
@@ -216,6 +226,9 @@ class Publishes:
         their life. A process that has left, and joins again, continues its own count.
         Another process of a rank that was there before starts with the publish for
         which the others wait, or else with their next one.
+
+        :param process: identity of the rank's process.
+        :param life: the life of the replica that the rank belongs to.
         """
         replica = (member.group, member.replica)
         if life.published < 0:
@@ -234,20 +247,23 @@ class Publishes:
         life.counts[member.rank] = None
 
     def came_back(self, member: Member, made: int) -> None:
-        """Set the count of a rank that comes from another coordinator to ``made``."""
+        """Take over the count of a rank that comes from another coordinator.
+
+        :param made: number of its last publish there.
+        """
         life, process, _ = self._counts[member]
         life.published = max(life.published, made)
         self._counts[member] = life, process, made
         self._made[member.group, member.replica] = max(made, self.count(member.group, member.replica))
 
     def last_number(self, member: Member) -> int:
-        """Return the number of the member's last publish."""
+        """Return the number of the member's last publish; 0 if it is unknown."""
         return self._counts[member][2] if member in self._counts else 0
 
     def left(self, member: Member, *, in_order: bool) -> None:
-        """Note that a member is gone.
+        """Forget the count of a member that is gone.
 
-        :param in_order: keep its count, from which it continues if it comes back.
+        :param in_order: keep the count in its life, as it may come back.
         """
         known = self._counts.pop(member, None)
         if in_order and known is not None:
@@ -255,23 +271,31 @@ class Publishes:
             life.counts[member.rank] = process, number
 
     def get(self, member: Member, number: int) -> Publish | None:
-        """Return the publish of this number of the member's replica, or None."""
+        """Return the publish with this number of the member's replica, or None."""
         return self._known.get((member.group, member.replica, number))
 
     def without_verdict(self) -> list[Publish]:
-        """Return the publishes without a verdict."""
+        """Return the publishes that have no verdict yet, oldest first."""
         return [publish for publish in self._known.values() if not publish.over]
 
     def take_number(self) -> int:
-        """Return the next version number, which no publish gets."""
+        """Use up the next version number, for a version without a publish.
+
+        Return it.
+        """
         self.numbered += 1
         return self.numbered
 
     def begin_publish(self, member: Member, message: PublishBegin, now: float) -> Publish:
-        """Begin a publish, or join the one that another rank has begun.
+        """Begin a publish of a rank, or join the one that another rank has begun.
 
-        :raises errors.ReplicasError: StaleVersion, RanksDisagree, or Gone for one whose
-            verdict is forgotten.
+        The first rank fixes the version's number.
+
+        :raises errors.StaleVersion: its number is not newer than those before.
+        :raises errors.RanksDisagree: ranks ask for other versions, or are at other
+            steps.
+        :raises errors.Busy: too many publishes of the replica have no verdict.
+        :raises errors.Gone: it ended long ago, and its verdict is forgotten.
         """
         publish = self.get(member, message.publish)
         replica = (member.group, member.replica)
@@ -280,16 +304,16 @@ class Publishes:
         self._counts[member] = life, process, max(made, message.publish)
         if publish is None and message.publish <= self._forgotten.get(replica, 0):
             raise errors.Gone(
-                f"publish {message.publish} of {member.replica_name} ended long ago: {member} joined too late",
+                f"publish number {message.publish} of {member.replica_name} ended long ago, as {member} joined too late",
                 channel=self._channel,
                 members=[member.name],
                 hint=f"join before the other ranks of the replica have published {KEPT_VERDICTS} more versions",
             )
         if publish is None and len([p for p in self.without_verdict() if (p.group, p.replica) == replica]) >= OPEN_MAX:
             raise errors.Busy(
-                f"{OPEN_MAX} publishes of {member.replica_name} have no verdict yet",
+                f"{OPEN_MAX} publishes of {member.replica_name} have not ended yet",
                 channel=self._channel,
-                hint="wait until earlier publishes have ended",
+                hint="wait for the results of some before the next publish",
             )
         if publish is None:
             version = self.numbered + 1 if message.version is None else message.version
@@ -309,16 +333,16 @@ class Publishes:
                 self._forgotten[replica] = max(self._forgotten.get(replica, 0), key[2])
         elif not self._agrees(publish, message):
             raise errors.RanksDisagree(
-                f"publish {message.publish} of {member.replica_name}: {member} asks for version {message.version}, "
-                f"another rank for {publish.asked.version}",
+                f"ranks of {member.replica_name} publish different versions: {member} version {message.version}, "
+                f"another rank version {publish.asked.version}",
                 channel=self._channel,
                 version=publish.version,
             )
         steps = number_in(message.meta, "step"), number_in(publish.asked.meta, "step")
         if None not in steps and len({*steps}) > 1:  # a new process may have resumed from another step
             raise errors.RanksDisagree(
-                f"publish {message.publish} of {member.replica_name}: {member} is at step {steps[0]}, "
-                f"another rank at {steps[1]}",
+                f"ranks of {member.replica_name} publish different steps: {member} step {steps[0]}, "
+                f"another rank step {steps[1]}",
                 channel=self._channel,
                 version=publish.version,
             )
@@ -336,12 +360,18 @@ class Publishes:
         return message.version == publish.asked.version
 
     def unpacked(self, publish: Publish, world: int) -> list[int]:
-        """Return the ranks that have yet to fill their slots, in order."""
+        """Return the ranks of the replica that have yet to fill their slots, in order.
+
+        :param world: number of the replica's ranks.
+        """
         ranks = range(world if self._all_ranks else 1)
         return sorted({*ranks} - {member.rank for member in publish.packed})
 
     def packed(self, member: Member, message: Packed, world: int, now: float) -> None:
-        """Note that a rank filled its slot; after the last rank, queue the publish."""
+        """Note that a rank filled its slot; after the last rank, queue the publish.
+
+        :param world: number of the replica's ranks.
+        """
         publish = self.get(member, message.publish)
         if publish is None or publish.state != "packing":  # it failed while this rank packed
             return
@@ -356,7 +386,7 @@ class Publishes:
     def filled(self, member: Member, message: Filled, now: float) -> Publish | None:
         """Note that a rank has filled a slot that was sent meanwhile (*streaming*).
 
-        Return its publish; None if that is over, or the rank was not streaming.
+        Return its publish, or None if that is over, or the rank was not streaming.
         """
         publish = self.get(member, message.publish)
         packed = publish.packed.get(member) if publish is not None else None
@@ -374,7 +404,7 @@ class Publishes:
         self.moving = publish
 
     def end(self, publish: Publish, *, committed: bool) -> None:
-        """Give the publish its final state; take it out of the queue.
+        """Give the publish its final state, and take it out of the queue.
 
         Free its manifests and ``meta``. It sends nothing.
         """

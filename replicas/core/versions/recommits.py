@@ -45,37 +45,48 @@ class Recommits:
     """
 
     def __init__(self, context: ChannelContext, publishes: Publishes, commit: Callable[[Recommit], bool]) -> None:
+        """Start with none under way.
+
+        :param commit: commits it; returns False while the manifest is not known here.
+        """
         self._context, self._publishes, self._commit = context, publishes, commit
         self.waiting: Recommit | None = None
 
     def begin(self, version: int, on_end: Callable[[errors.ReplicasError | None], None]) -> int:
-        """Give a recommit of the version a number, and return it.
+        """Give the version's content a new number, under which it will be committed.
 
+        Return that number. :meth:`advance` commits it in its turn.
+
+        :param version: an older version, whose bytes the new one has.
+        :param on_end: called with None when it is committed, or with the error.
         :raises errors.Busy: another one is under way.
         :raises errors.Gone: no member holds its content.
         """
         if self.waiting is not None:
-            text = f"version {self.waiting.number} is about to be committed with the content of {self.waiting.version}"
-            raise errors.Busy(text, hint="try again when it is")
+            text = f"an earlier order is not done: version {self.waiting.number} with the content of {self.waiting.version}"
+            raise errors.Busy(text, hint="try again when that version is committed")
         content = self._context.ledger.content(version)
         if not self._context.roster.holders.of(content):
-            raise errors.Gone(f"no replica holds version {version} now", version=version, hint="")
+            raise errors.Gone(f"no replica has version {version} now", version=version, hint="publish again")
         number = self._publishes.take_number()
         self.waiting = Recommit(number, version, content, on_end)
         return number
 
     def blocks(self, number: int) -> bool:
-        """Return True if a publish with this number must wait."""
+        """Return True if a publish with this number must wait for the recommit."""
         return self.waiting is not None and number > self.waiting.number
 
     def advance(self) -> None:
-        """Commit it if its turn has come; give it up if its content is lost."""
+        """Commit the waiting version when all publishes with lower numbers have ended.
+
+        Give it up if no member holds its content now. Call ``on_end`` then.
+        """
         one = self.waiting
         if one is None or any(publish.version < one.number for publish in self._publishes.without_verdict()):
             return
         error: errors.ReplicasError | None = None
         if not self._context.roster.holders.of(one.content):
-            error = errors.Gone(f"no replica holds version {one.version} now", version=one.version, hint="")
+            error = errors.Gone(f"no replica has version {one.version} now", version=one.version, hint="publish again")
         elif not self._commit(one):
             return
         self.waiting = None

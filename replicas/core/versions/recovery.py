@@ -73,16 +73,16 @@ class RecordedState:
 
     @property
     def latest(self) -> int:
-        """Number of the newest recorded commit."""
+        """Number of the newest commit that is on disk; 0 if there is none."""
         return self.ledger.newest
 
     @property
     def digest(self) -> str:
-        """The digest of that version; empty if it was unknown at the commit."""
+        """Digest of that version; empty if it was unknown at the commit."""
         return self.ledger.digest
 
     def recorded(self, decision: Decision) -> None:
-        """Note that the decision is on disk."""
+        """Note that the decision is on disk, so that readers may be shown it."""
         self.ledger.apply(decision)
 
 
@@ -90,6 +90,10 @@ class Recovery:
     """The recovery of one channel under a new coordinator."""
 
     def __init__(self, context: ChannelContext, commits: Commits, pairing: Matching) -> None:
+        """Begin the window for returning members if the log has a commit.
+
+        :param pairing: the matching of operations.
+        """
         self._context, self._roster, self._commits, self._pairing = context, context.roster, commits, pairing
         self._aborted = context.past.aborted
         self._started: float | None = None
@@ -107,14 +111,18 @@ class Recovery:
 
     @property
     def active(self) -> bool:
-        """True during the window: decisions that need all members must wait."""
+        """True during the window in which members of an earlier coordinator return.
+
+        Decisions that need all members wait meanwhile.
+        """
         return not self._done
 
     # ------------------------------------------------------------ expected members
 
     def expect(self, members: Collection[Member], told: Collection[tuple[int, float]] = ()) -> None:
-        """Name the members of the earlier coordinator, to wait for; empty if unknown.
+        """Set the members of the earlier coordinator, to be waited for.
 
+        :param members: empty if they are unknown.
         :param told: ``(version, time)`` of the commits that its events have reported.
         """
         if told:
@@ -123,33 +131,37 @@ class Recovery:
         self._awaited = {member for member in members if member not in self._roster}
 
     def stop_expecting(self, group: str, replica: int, reason: str) -> None:
-        """Stop waiting for members of an ended replica, and report them as lost."""
+        """Stop waiting for members of an ended replica, and report them as lost.
+
+        :param reason: why they are lost, for the event.
+        """
         self._give_up([one for one in self._awaited if (one.group, one.replica) == (group, replica)], reason)
 
     def _give_up(self, members: Collection[Member], reason: str) -> None:
-        """Stop waiting for expected members, and report them as lost."""
+        """Stop waiting for expected members, and emit an event of the loss of each."""
         self._awaited.difference_update(members)
         for member in sorted(members):
             self._context.emit(MemberLost(self._context.config.name, member, reason))
 
     @property
     def _all_back(self) -> bool:
-        """Whether all expected members have reported, and can be admitted."""
+        """True if all expected members have reported, and can be admitted."""
         # an observer has no known host
         known = all(state.resumed and (state.host or state.observes) for state in self._roster)
         return self._told and not self._awaited and known
 
     def wait_text(self, now: float) -> tuple[str, float | None]:
-        """Return what the window waits for, and the seconds left, or ("", None).
+        """Return what members wait for in the window, and the seconds left.
 
         The text continues "waits ...": "for 1 of 3 members of the former coordinator".
+        Return ("", None) if the window is over.
         """
         if self._done:
             return "", None
         unheard = sum(not state.resumed for state in self._roster)
         known, absent = len(self._awaited) + len(self._roster), len(self._awaited) + unheard
         members = f"{absent} of {known} members" if absent else "members"
-        return f"for {members} of the former coordinator", max(0.0, self._left_s(now))
+        return f"for {members} to reconnect after the coordinator's restart", max(0.0, self._left_s(now))
 
     def _left_s(self, now: float) -> float:
         """Return the seconds until the window ends at the latest."""
@@ -159,9 +171,10 @@ class Recovery:
     # ------------------------------------------------------------ reports of members
 
     def on_hello(self, state: MemberState, now: float) -> None:
-        """Take the versions, digests and counts in the Hello of a member from before.
+        """Take over versions and counts that a member from before knows (its Hello).
 
-        Tell that member of commits that it does not know.
+        Decide commits that it has seen, begin the window if this is the first such
+        member, and have it discard bytes that differ from those committed.
         """
         commits, hello = self._commits, state.hello
         self._awaited.discard(state.member)
@@ -189,9 +202,10 @@ class Recovery:
     def defers(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
     ) -> bool:
-        """Return True if the message was deferred to the end of the window.
+        """Return True if the message was stored until the end of the window.
 
-        That holds for a publish without a number, and for messages that follow it.
+        That holds for a publish without a number, and for messages that follow it. The
+        caller handles other messages now.
         """
         # a target's publish is refused, now as well as later
         at_once = isinstance(message, wire.PublishBegin) and (message.resumed or not state.is_source)
@@ -204,7 +218,10 @@ class Recovery:
     # ------------------------------------------------------------ the end of the window
 
     def tick(self, now: float) -> None:
-        """End the window when it is time, and decide the versions that members hold."""
+        """End the window when it is time, and decide the versions that members hold.
+
+        Also handle the messages that were deferred.
+        """
         if self._done:
             return
         if self._started is None:
@@ -245,12 +262,16 @@ class Recovery:
             if publish.version in self._aborted or (silent and publish.version > commits.latest):
                 commits.told.add(publish.version)
                 names = ", ".join(member.name for member in silent)
-                why = f"{names} had its verdict" if names else "it had failed"
-                text = f"version {publish.version} was not committed by the previous coordinator: {why}"
+                why = f"{names} knows that it failed" if names else "it had failed"
+                text = f"version {publish.version} was not committed before the coordinator restarted: {why}"
                 commits.fail(publish, errors.SyncError(text, phase="commit", hint="publish again"), now)
 
     def _resolve_version(self, version: int) -> None:
-        """Commit or discard a version that members hold and no publish carries."""
+        """Commit a version that no publish carries, if all targets hold it alike.
+
+        Otherwise have its holders discard it. If its source is back, it would have
+        announced the version.
+        """
         targets = [s for s in self._roster if s.is_target and s.carries]
         digests = {state.held.get(version, "") for state in targets}
         # a source that is present would have announced it
@@ -267,7 +288,10 @@ class Recovery:
     # ----------------------------------------------- the bytes of the committed version
 
     def advance(self, now: float) -> None:
-        """Ask a holder to describe a version whose payload is needed and unknown."""
+        """Ask a holder for a version whose manifest is needed and unknown here.
+
+        Queue Describe to it, then fetch the manifest that it names.
+        """
         commits = self._commits
         contents = commits.contents
         wanted = [
@@ -291,21 +315,27 @@ class Recovery:
             self._context.send(holder.member, wire.Describe(version))
 
     def described(self, state: MemberState, message: wire.Described) -> None:
-        """Take a holder's description of the committed version."""
+        """Store a holder's description of a version, for :meth:`advance`.
+
+        Descriptions that were not asked for are ignored.
+        """
         if state is self._described:
             self._answer = message
 
     def undescribed(self, state: MemberState) -> None:
-        """Drop a holder's unusable copy, so that another holder is asked."""
+        """Note that a holder cannot describe its copy, so that another is asked.
+
+        The copy no longer counts as one.
+        """
         if state is self._described:
             state.drop_version(self._asked)
             self._described = self._answer = None
 
     def _read(self, holder: MemberState, answer: wire.Described, now: float) -> bool:
-        """Fetch and read the described manifest, then restore the payload.
+        """Fetch and read the manifest that a holder described; then store the payload.
 
-        To be called again until the manifest is here. Return False if the description
-        is of no use.
+        Return True, also while the manifest is on its way: call again until it is here.
+        Return False if the description is of no use.
         """
         commits, wanted = self._commits, answer.manifest_hash
         known = self._context.ledger.versions.get(answer.version)

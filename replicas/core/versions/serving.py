@@ -44,7 +44,12 @@ Key = tuple[str, int]
 
 
 def due(ledger: Ledger, config: ChannelConfig, state: MemberState, canary: frozenset[Key]) -> int:
-    """Return the newest version that a member is to know as committed; 0 if none."""
+    """Return the newest version that a member is to know as committed; 0 if none.
+
+    It changes nothing.
+
+    :param canary: replicas that may load the candidate before the others.
+    """
     if config.follow == "newest" or not state.is_target:
         return ledger.newest
     is_canary = (state.member.group, state.member.replica) in canary
@@ -68,21 +73,22 @@ class Serving:
     # ------------------------------------------------------------ telling members
 
     def joined(self, state: MemberState, durable: Ledger) -> None:
-        """Note what a new member knows; its Welcome names the newest version only.
+        """Note which version a new member knows, from its Hello or its Welcome.
 
-        :param durable: what is on disk.
+        :param durable: the decisions that are on disk, of which the Welcome tells.
         """
         known = due(durable, self._config, state, self.canary)
         new = known if durable.content(known) == known else 0
         self._note_told(state, state.hello.latest if state.from_before else new)
 
     def _note_told(self, state: MemberState, version: int) -> None:
+        """Note that the member was told that the version is committed."""
         state.told = version
         if state.is_target:
             self.exposed = max(self.exposed, version)
 
     def tell(self, state: MemberState) -> None:
-        """Tell a member of the newest version that it is to know, unless it does."""
+        """Queue a Commit of the newest version that the member is to know, if new."""
         version = due(self._ledger, self._config, state, self.canary)
         if version > state.told:
             self._note_told(state, version)
@@ -91,17 +97,17 @@ class Serving:
             self._context.send(state.member, wire.Commit(version, known.digest, content))
 
     def tell_all(self) -> None:
-        """Tell each member what is due."""
+        """Queue to each member the Commit that is due, if any."""
         for state in self._context.roster:
             self.tell(state)
 
     # ------------------------------------------------------------ the canary
 
     def choose_canary(self) -> None:
-        """Choose the replicas that load the candidate, if there is a new one.
+        """Choose the replicas that load the candidate, if any, before the others.
 
-        The lowest complete ones; first those that were told of it. While some are
-        missing, look again.
+        Complete replicas with the lowest numbers; first those that were told of it.
+        Tell them of the candidate. While there are too few, each call looks again.
         """
         candidate, config = self._ledger.candidate(), self._config.canary
         if config is None or not candidate:
@@ -118,7 +124,10 @@ class Serving:
             self.tell_all()
 
     def advance(self, wall: float) -> None:
-        """Take the decisions about the candidate that are due.
+        """Take the decisions about the candidate that are due, such as its promotion.
+
+        The candidate is the committed version that only its canary, a few replicas,
+        loads.
 
         :param wall: seconds since 1970.
         """
@@ -134,21 +143,28 @@ class Serving:
             self.promote(candidate, f"its canary was healthy for {config.soak_s:g} s")
 
     def failed(self, key: Key, version: int, why: str) -> None:
-        """Note that a replica did not load a version, or was lost with it."""
+        """Reject the candidate if a replica of its canary did not load or keep it.
+
+        :param key: group and index of that replica.
+        :param why: the reason, as text.
+        """
         if key in self.canary and version == self._ledger.candidate():
-            self.reject(version, f"{key[0]}/{key[1]}: {why}")
+            self.reject(version, f"canary {key[0]}/{key[1]} failed with it ({why})")
 
     def lost(self, state: MemberState) -> None:
-        """Note that a rank of a target was lost, not in good order."""
+        """Reject the candidate if this lost rank of its canary loaded or served it."""
         key = state.member.group, state.member.replica
         round_ = self._rounds.of(*key) if key in self.canary else None
         if round_ is not None and state.member in round_.taken:
-            self.failed(key, round_.version, f"it was lost while it loaded it: {state.note}")
+            self.failed(key, round_.version, f"lost while it loaded the version: {state.note}")
         elif state.loaded:
-            self.failed(key, state.loaded, f"it was lost while it served it: {state.note}")
+            self.failed(key, state.loaded, f"lost while it served the version: {state.note}")
 
     def scored(self, version: int, metric: str) -> None:
-        """Promote or reject the candidate if the reported metric is what decides."""
+        """Promote or reject the candidate if the reported metric is what decides.
+
+        :param metric: name of the score that has changed.
+        """
         config, ledger = self._config.canary, self._ledger
         if config is None or config.promote != "scored" or metric != config.metric or version != ledger.candidate():
             return
@@ -168,23 +184,33 @@ class Serving:
     # ------------------------------------------------------------ decisions
 
     def promote(self, version: int, why: str) -> None:
-        """Make the version current, and tell all targets."""
+        """Make the version current, and tell all targets, which then load it.
+
+        :param why: the reason, for the event.
+        """
         self._context.decide("promote", version)
         self.report("promoted", version, why=why)
         self.choose_canary()
         self.tell_all()
 
     def reject(self, version: int, why: str) -> None:
-        """Decide that the version never becomes current."""
+        """Decide that the version never becomes current.
+
+        Record why, and emit an event.
+        """
         self._context.decide("reject", version, why=text_of(why, REASON_LENGTH))
         self.report("rejected", version, why=why)
 
     @property
     def must_go_back(self) -> bool:
-        """Whether a target may serve a version that was rejected."""
+        """True if a target may serve a version that was rejected."""
         return self.exposed > max(self._ledger.current(), self._ledger.candidate())
 
     def report(self, what: What, version: int, *, name: str = "", value: float = 0.0, why: str = "") -> None:
-        """Emit the event of a decision."""
+        """Emit the event of a decision about a version.
+
+        :param what: the kind of the decision.
+        :param name: of a lease, label or score; ``value`` belongs to it.
+        """
         why = text_of(why, REASON_LENGTH)
         self._context.emit(VersionDecided(self._config.name, version, what, name=name, value=value, why=why))

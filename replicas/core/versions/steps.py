@@ -15,7 +15,7 @@ from replicas.core.base.effects import StepFell
 
 
 def number_in(meta: Mapping[str, object] | None, key: str) -> int | float | None:
-    """Return the number that ``meta`` has under this key; None if it has none."""
+    """Return the number under ``key`` in a publisher's ``meta``; None if none."""
     found = (meta or {}).get(key)
     return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None  # True is an int
 
@@ -37,6 +37,8 @@ class Steps:
         """Note the step of a committed version.
 
         Return an event if it is lower than an earlier one, the first time; else None.
+
+        :param meta: what the publisher said of the version, with ``step`` in it.
         """
         step = number_in(meta, "step")
         if step is None:

@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     default = Options()
     parser = command_line("haproxy")
     parser.add_argument("--servers", type=int, default=default.servers, help="at most so many servers at a time")

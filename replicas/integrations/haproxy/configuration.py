@@ -29,10 +29,12 @@ class Options(NamedTuple):
 
 
 def text_of(options: Options, tables: Mapping[str, str], listener: int, connections: int) -> str:
-    """Return the configuration.
+    """Return the text of a configuration: listener, rules by version, and backends.
 
-    :param tables: paths of the tables. :param listener: descriptor of the bound socket.
-    :param connections: that of the socket which passes those to the runtime API.
+    :param tables: path of each of ``TABLES`` (HAProxy's maps, in files in memory).
+    :param listener: descriptor of the bound socket, which haproxy inherits.
+    :param connections: descriptor of the socket over which haproxy is sent connected
+        sockets, for commands to its runtime API.
     """
     labels, versions, state = (tables[table] for table in TABLES)
     milliseconds = round(1000 * options.timeout_s)
@@ -114,5 +116,5 @@ backend sessions
 
 
 def _error(code: int, text: str) -> str:
-    """Return the JSON of an error, as the gate answers it."""
+    """Return the JSON of an error with this HTTP status and text."""
     return f'{{"error": {{"message": "replicas: {text}", "code": {code}}}}}'

@@ -41,6 +41,11 @@ class Haproxy:
     """
 
     def __init__(self, host: str, port: int, options: Options = Options()) -> None:
+        """Bind the listening socket; start haproxy only on entering.
+
+        :param port: where it listens; 0: any free port.
+        :raises replicas.errors.UsageError: the address cannot be bound.
+        """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.socket(family)
         try:
@@ -64,6 +69,11 @@ class Haproxy:
         self._tables: dict[str, Mapping[str, object]] = {}
 
     def __enter__(self) -> Haproxy:
+        """Start haproxy, and block until it answers commands; it has no servers yet.
+
+        :raises replicas.errors.UsageError: it is not installed, or refuses the options.
+        :raises OSError: it does not answer.
+        """
         with ExitStack() as stack:
             stack.enter_context(self._listener)
             self._tables_at = {table: stack.enter_context(_memory(table)) for table in TABLES}
@@ -81,12 +91,17 @@ class Haproxy:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Kill haproxy, wait for its end, and close the sockets and files."""
         self._stack.close()
 
     def _start(self, connections: socket.socket) -> subprocess.Popen[bytes]:
-        """Start the process; all files that it reads are in memory.
+        """Check the configuration by a first run of haproxy (60 s at most), then start
+        the process and return it; it dies with this one. All files that it reads are in
+        memory.
 
-        :param connections: through which it gets those to its runtime API.
+        :param connections: socket over which it is sent connected sockets, for commands
+            to its runtime API.
+        :raises UsageError: it is not installed, or refuses the configuration.
         """
         paths = {table: _path(file) for table, file in self._tables_at.items()}
         text = text_of(self._options, paths, self._listener.fileno(), connections.fileno())
@@ -116,7 +131,8 @@ class Haproxy:
         return self._lost if code is None else f"haproxy ended with {code}"
 
     def bring_to(self, routes: Routes) -> None:
-        """Lead requests by these routes from now on.
+        """Send haproxy the commands by which it leads requests by these routes from now
+        on; block until it has answered each.
 
         :raises OSError: haproxy does not answer, or refuses a command. It may have
             carried out a part, so :meth:`is_gone` then says that it is lost.
@@ -135,7 +151,11 @@ class Haproxy:
             raise
 
     def _lead(self, routes: Routes, servers: Mapping[str, Server]) -> None:
-        """Set the states of the servers that have a place, and the tables."""
+        """Send haproxy the weight and state of each server that has a place (its number
+        in all backends), and the tables from labels and versions to backends.
+
+        :param servers: by URL; those without a place get no requests yet.
+        """
         placed = {self._places[url]: server for url, server in servers.items() if url in self._places}
         self._choose_backends({server.version for server in placed.values()})
         wanted = {("any", place): routes.weights[server] for place, server in placed.items()}
@@ -150,16 +170,19 @@ class Haproxy:
         self._fill("state", numbers | {"served": served})
 
     def _remove(self, url: str) -> None:
-        """Free the place of a server; answers that it has begun go on."""
+        """Disable the server of this URL in haproxy, and free its place (its number in
+        all backends); answers that it has begun go on."""
         place = self._places.pop(url)
         self._set_states({where: weight for where, weight in self._states.items() if where[1] != place})
         self._free.append(place)
         logger.info("removed %s", url)
 
     def _add(self, url: str) -> bool:
-        """Give a server a free place in all backends; log why not, and try again later.
+        """Give the server of this URL a free place (its number) in all backends, still
+        disabled. If that cannot be done, log why, and do not try again for 30 s.
 
-        :returns: whether it has one now.
+        :returns: whether it has a place now.
+        :raises OSError: haproxy does not answer, or refuses.
         """
         if self._refused.get(url, 0.0) > (now := time.monotonic()):
             return False
@@ -183,14 +206,18 @@ class Haproxy:
         return True
 
     def _choose_backends(self, versions: set[int]) -> None:
-        """Give each of the newest versions a backend; those that have one keep it."""
+        """Assign each of the newest 8 of these versions the number of a backend of
+        haproxy; those that have one keep it. Send nothing."""
         newest = sorted(versions)[-BACKENDS:]
         kept = {version: number for version, number in self._backends.items() if version in newest}
         free = sorted(set(range(BACKENDS)) - set(kept.values()))
         self._backends = kept | dict(zip([one for one in newest if one not in kept], free, strict=False))
 
     def _set_states(self, wanted: dict[tuple[str, int], int]) -> None:
-        """Set the weights of these servers of backends, and disable all others."""
+        """Send haproxy the weights of these servers, and disable all others.
+
+        :param wanted: weight by (backend's name, server's place in it).
+        """
         for backend, place in self._states.keys() - wanted.keys():
             self._ask(f"set server {backend}/s{place} state maint")
         for (backend, place), weight in wanted.items():
@@ -200,7 +227,11 @@ class Haproxy:
         self._states = wanted
 
     def _fill(self, table: str, content: Mapping[int, object] | Mapping[str, object]) -> None:
-        """Replace the content of a table, at once."""
+        """Replace the content of one of haproxy's tables (maps) in one step; send
+        nothing if it has this content already.
+
+        :param table: name of the table. :param content: value by key.
+        """
         wanted = {str(key): value for key, value in content.items()}
         if self._tables.get(table) == wanted:
             return
@@ -213,9 +244,11 @@ class Haproxy:
         self._tables[table] = wanted
 
     def _ask(self, command: str, *, silent: bool = True) -> str:
-        """Send a command; return the answer.
+        """Send haproxy a command of its runtime API; wait for the answer, and return
+        it.
 
-        :param silent: whether an answer means that it was refused.
+        :param silent: whether the command succeeds without a text, so that one is an
+            error.
         :raises OSError: it was refused, or haproxy did not answer within 5 s.
         """
         self._socket.sendall(f"{command}\n".encode())
@@ -233,10 +266,12 @@ class Haproxy:
 
 
 def _address(url: str) -> tuple[str, int]:
-    """Return the numeric address and port of a server.
+    """Return the numeric address and port of a server; look its name up (this may
+    block).
 
-    :raises UsageError: haproxy cannot send requests there. :raises OSError: its name is
-        not known. :raises UnicodeError: it is no name.
+    :raises UsageError: haproxy cannot send requests there.
+    :raises OSError: its name is not known.
+    :raises UnicodeError: its name is not valid.
     """
     host, port = host_and_port(url)
     address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
@@ -248,7 +283,10 @@ def _address(url: str) -> tuple[str, int]:
 
 
 def _memory(name: str) -> BinaryIO:
-    """Return a file in memory, with nothing on disk."""
+    """Return a new open file in memory (a memfd), with nothing on disk.
+
+    :param name: shown in ``/proc`` only.
+    """
     return os.fdopen(os.memfd_create(name), "r+b")
 
 

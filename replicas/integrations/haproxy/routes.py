@@ -36,22 +36,25 @@ class Routes(NamedTuple):
 
     @property
     def newest(self) -> int:
-        """The newest version that is served; 0: none."""
+        """The newest version that a server has loaded, or 0 if there are no servers."""
         return max((server.version for server in self.servers), default=0)
 
     @property
     def oldest(self) -> int:
-        """The oldest version that is served; 0: none."""
+        """The oldest version that a server has loaded, or 0 if there are no servers."""
         return min((server.version for server in self.servers), default=0)
 
     @property
     def settled(self) -> int:
-        """The newest served version up to the current one; 0: none."""
+        """The newest served version that is not a candidate (newer than ``current``),
+        or 0 if there is none."""
         return max((server.version for server in self.servers if server.version <= self.current), default=0)
 
     @property
     def weights(self) -> dict[Server, int]:
-        """The weight of each server for requests without a demand, from 1 to 256."""
+        """The weight of each server, from 1 to 256, for requests that demand no
+        version: equal, but for a canary (servers of a candidate), which gets ``share``
+        of the requests."""
         canary = {server for server in self.servers if server.is_canary and server.version > self.current}
         others = len(self.servers) - len(canary)
         if not canary or not others or not self.share:
@@ -65,7 +68,8 @@ class Routes(NamedTuple):
 
 
 def routes_of(status: RunStatus, channel: str) -> Routes:
-    """Return the routes to the replicas that answer with a version of the channel.
+    """Return the routes to the replicas that answer with a version of the channel, as a
+    run's status shows them.
 
     :raises replicas.errors.UnknownChannel: the run has no such channel.
     """

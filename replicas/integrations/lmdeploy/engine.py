@@ -51,6 +51,14 @@ class LmdeployEngine(HttpEngine):
     name = "LMDeploy"
 
     def __init__(self, url: str, *, model: str = "", complete: bool = True, **more: Any) -> None:
+        """Read the specs of the model's files, if they are found here; send nothing
+        yet.
+
+        :param model: path or name of the model, with whose files versions are compared;
+            default: the first version that was loaded.
+        :param complete: whether versions must have all parameters of the model.
+        :param more: as for :class:`replicas.integrations.http_engine.HttpEngine`.
+        """
         super().__init__(url, **more)
         self._specs = ModelSpecs(model, complete=complete)
 
@@ -67,8 +75,9 @@ class LmdeployEngine(HttpEngine):
         return bool(answer["is_sleeping"])
 
     def check(self, update: Update, timeout_s: float) -> str:
-        """Compare names, shapes and dtypes with the model's; return why the version
-        does not fit, or an empty text. The server is not asked."""
+        """Compare the names, shapes and dtypes of the version ``update`` with the
+        model's; return why it does not fit, or an empty text. The server is not
+        asked."""
         return self._specs.misfit(update) or ""
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
@@ -85,8 +94,11 @@ class LmdeployEngine(HttpEngine):
         self.post("/wakeup", {}, query={"tags": "weights"}, timeout_s=timeout_s)
 
     def load(self, update: Update, timeout_s: float) -> None:
-        """Have the server read the version's memory: one request for each layer, as
-        some engines of LMDeploy require."""
+        """Have the server read the memory of the version ``update``, and wait: one
+        request for each layer, as some engines of LMDeploy require.
+
+        :param timeout_s: seconds for which the server may be idle in each request.
+        """
         parts = [list(part) for _, part in groupby(_calls(update), key=lambda call: _layer(call[0]))]
         for number, part in enumerate(parts, 1):
             stream = io.BytesIO()
@@ -114,7 +126,7 @@ def _layer(name: str) -> str:
 
 
 def _calls(update: Update) -> Iterator[tuple[str, tuple[Any, tuple[Any, ...]]]]:
-    """Yield (name, call) of each tensor, for the server to make: call is
+    """Yield (name, call) of each tensor of the version, for the server to make: call is
     (:func:`read_tensor`, its arguments). Tensors of a layer follow each other; tied
     ones come under each name."""
     manifest, path, start = update.manifest, update.path, update.manifest.data_offset

@@ -32,10 +32,12 @@ support it."""
 
 
 def difference(tensors: Mapping[str, torch.Tensor], ask: Ask, *, on_cpu: bool) -> str | None:
-    """Compare tensors with the server's own; return "A, B differ" with their names, an
-    empty text if all compared ones are equal, or None if none could be compared.
+    """Compare tensors with the server's own, by requests to it. Return "A, B differ"
+    with their names, an empty text if all compared ones are equal, or None if none
+    could be compared.
 
-    :param ask: sends one request to the server.
+    :param tensors: those of the version, by checkpoint name, on the host.
+    :param ask: sends one request to the server; returns None if it is not supported.
     :param on_cpu: compare by checksums first, which can be computed here for a CPU
         only.
     """
@@ -44,8 +46,9 @@ def difference(tensors: Mapping[str, torch.Tensor], ask: Ask, *, on_cpu: bool) -
 
 
 def _by_checksums(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
-    """Compare by the server's checksums of whole parameters; return as
-    :func:`difference`."""
+    """Compare by the server's checksums of whole parameters. Return "A, B differ", an
+    empty text if all are equal, or None if none can be compared, as with a sharded
+    model."""
     answer = ask("/weights_checker", {"action": "checksum", "selector": "target"}) or {}
     ranks = answer.get("ranks") or []
     if any(_shards(rank, unknown=len(ranks)) > 1 for rank in ranks):
@@ -61,14 +64,18 @@ def _by_checksums(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
 
 
 def _shards(rank: Mapping[str, Any], unknown: int) -> int:
-    """Return among how many schedulers the model is split; ``unknown`` if not
-    reported."""
+    """Return among how many schedulers the model is split.
+
+    :param rank: the server's answer for one scheduler.
+    :param unknown: returned if the answer does not say so.
+    """
     return max((one["tp_size"] * one["pp_size"] for one in rank.get("parallelism_info", ())), default=unknown)
 
 
 def _parts(name: str) -> list[str]:
-    """Return the checkpoint's names of the tensors of which a server's parameter is
-    made."""
+    """Return the names in a checkpoint of the tensors of which a server's parameter
+    with this name is made: three for ``qkv_proj``, two for ``gate_up_proj``, else the
+    same."""
     for packed, parts in PACKED.items():
         if packed in name:
             return [name.replace(packed, part) for part in parts]
@@ -85,7 +92,9 @@ def _checksum(parts: list[torch.Tensor]) -> str:
 
 
 def _by_samples(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
-    """Compare the first rows of some tensors; return as :func:`difference`."""
+    """Compare the first two rows of about 12 tensors, asked of the server by name.
+    Return "A, B differ", an empty text if all are equal, or None if the server shows
+    none."""
     names = list(tensors)
     compared, others = 0, []
     for name in names[:: max(1, len(names) // SAMPLES)]:
@@ -107,19 +116,22 @@ def _depth(value: Any) -> int:
 
 
 def _numbers(value: Any) -> list[Any]:
-    """Return the numbers in nested lists, in order."""
+    """Return the numbers (or None, for a JSON null) in nested lists, in order."""
     return [number for one in value for number in _numbers(one)] if isinstance(value, list) else [value]
 
 
 def _same(ours: list[float], told: list[Any]) -> bool:
-    """Return True if the numbers are equal; a NaN or infinity of ours matches None, as
-    JSON has null for it."""
+    """Return True if the numbers are equal; a NaN or infinity of ours matches None.
+
+    :param ours: from the version. :param told: from the server, as JSON.
+    """
     return len(ours) == len(told) and all(
         one == other or (other is None and not math.isfinite(one)) for one, other in zip(ours, told, strict=True)
     )
 
 
 def _named(names: list[str]) -> str:
-    """Return "A, B differ" with the first names, or an empty text without names."""
+    """Return "A, B differ" with the first three names and the number of others, or an
+    empty text without names."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{', '.join(names[:NAMED])}{more} differ" if names else ""

@@ -77,6 +77,15 @@ class SglangEngine(HttpEngine):
     def __init__(
         self, url: str, *, complete: bool = True, encodes_anew: bool = False, scratch: Path | None = None, **more: Any
     ) -> None:
+        """Store the server's address; send nothing yet.
+
+        :param complete: whether versions must have all parameters of the model.
+        :param encodes_anew: whether the server caches no outputs of encoders (images,
+            audio).
+        :param scratch: parent of the server's model folder; default: the temporary
+            folder.
+        :param more: as for :class:`replicas.integrations.http_engine.HttpEngine`.
+        """
         super().__init__(url, **more)
         self._complete, self._encodes_anew, self._scratch = complete, encodes_anew, scratch
         self._folder: ModelFolder | None = None
@@ -107,7 +116,8 @@ class SglangEngine(HttpEngine):
         self._folder = ModelFolder(str(settings["model_path"]), complete=self._complete, parent=self._scratch)
 
     def _refuse_kept_encodings(self) -> None:
-        """Ask the server; raise UsageError if it caches outputs of encoders."""
+        """Ask the server about its model; raise UsageError if it caches outputs of
+        encoders (of images or audio), which cannot be cleared after a load."""
         model = self.server.call("GET", "/model_info")
         understands = model.get("has_image_understanding") or model.get("has_audio_understanding")
         if understands and not self._encodes_anew:
@@ -115,18 +125,21 @@ class SglangEngine(HttpEngine):
             raise errors.UsageError(text, hint="start it by `serve`, which sets SGLANG_VLM_CACHE_SIZE_MB=0")
 
     def _require_folder(self) -> ModelFolder:
-        """Return the model folder. Raises UsageError before the server is up."""
+        """Return the folder from which the server loads. Raise UsageError before
+        :meth:`read_identity` has created it."""
         if self._folder is None:
             raise errors.UsageError("the engine is not up", hint="call wait_until_up() first")
         return self._folder
 
     def check(self, update: Update, timeout_s: float) -> str:
-        """Compare names, shapes and dtypes with the model's; return why the version
-        does not fit, or an empty text. The server is not asked."""
+        """Compare the names, shapes and dtypes of the version ``update`` with the
+        model's; return why it does not fit, or an empty text. The server is not
+        asked."""
         return self._require_folder().misfit(update) or ""
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Pause the server; in mode "wait" do nothing, as the load itself waits.
+        """Pause the server by a request, and wait for its answer; in mode "wait" send
+        nothing, as the load itself waits for the requests in flight.
 
         :raises replicas.errors.UsageError: mode "wait" with an external store.
         """
@@ -138,7 +151,11 @@ class SglangEngine(HttpEngine):
         self._pause("retract" if mode == "keep" else "abort", timeout_s)
 
     def _pause(self, how: str, timeout_s: float) -> None:
-        """Pause the server in SGLang's own mode ``how``."""
+        """Pause the server by a request; note that it is paused, even if the call
+        fails.
+
+        :param how: SGLang's own mode, "retract" or "abort".
+        """
         self._paused = True  # possibly even if the call fails
         self.post("/pause_generation", {"mode": how}, timeout_s=timeout_s, serving=True)
 
@@ -168,7 +185,8 @@ class SglangEngine(HttpEngine):
             self.post("/hicache/storage-backend/clear", timeout_s=timeout_s)
 
     def resume(self, timeout_s: float) -> None:
-        """Let the server compute again, whatever has paused it."""
+        """Ask the server to compute again, even if an earlier follower has paused
+        it."""
         # Always: a follower that was killed in a load has left the server paused.
         self.post("/continue_generation", {}, timeout_s=timeout_s)
         self._paused = False
@@ -182,22 +200,25 @@ class SglangEngine(HttpEngine):
         except errors.SyncError as error:
             if reason := self.health():
                 raise self.server_lost_error(reason) from error
-            logger.info("starting without a warm-up (the server may not generate text): %s", error)
+            logger.info("going on without a warm-up request (the server may not generate text): %s", error)
 
     def version(self) -> int | None:
-        """Return the version that the server reports, or None if it reports none."""
+        """Ask the server which version it has loaded; return None if it reports
+        none."""
         said = self.server.call("GET", "/model_info").get("weight_version")
         return int(said) if str(said).isdigit() else None
 
     def checksum(self, update: Update, timeout_s: float) -> str | None:
-        """Compare the server's tensors; return as :func:`.difference` does: the names
-        of tensors that differ, an empty text, or None if none could be compared.
+        """Compare the server's tensors with the version. Return the names of tensors
+        that differ, as a text; an empty text; or None if none could be compared.
 
         On a CPU compare by ``/weights_checker``, else some rows of some tensors, if the
         server returns them (``/get_weights_by_name``).
         """
 
         def ask(path: str, body: dict[str, Any]) -> Any:
+            """Send one request; return the decoded answer, or None if the server
+            refuses it."""
             try:
                 return self.post(path, body, timeout_s=timeout_s)
             except RequestRefused:  # not supported for this model

@@ -137,10 +137,10 @@ def _follow(options: argparse.Namespace) -> None:
 
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Start SGLang behind the gate as a child, and follow the channel until stopped;
-    then end it.
+    """Start SGLang behind the gate as a child, and load the channel's versions into it;
+    block until SIGTERM or SIGINT, then end it.
 
-    :param rest: options for SGLang's own command.
+    :param options: our own options. :param rest: options for SGLang's own command.
     """
     refuse_options(rest, REFUSED)
     releases.check("sglang")

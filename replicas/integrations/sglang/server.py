@@ -40,7 +40,8 @@ class SglangGate(Gate):
     """
 
     def __init__(self, app: Any, routes: Any) -> None:
-        """Put the gate in front of ``app``.
+        """Wrap the server's application ``app``: refuse requests before a version is
+        loaded, and control requests of others than the process that loads versions.
 
         :param routes: the application's routes, of which control routes are found.
         """
@@ -60,8 +61,9 @@ def _control_paths(routes: Any) -> Iterator[str]:
 
 
 def main() -> None:
-    """Add the gate to SGLang's application, and run SGLang's own server in this
-    process, with the command line's arguments."""
+    """Add the gate (a middleware that refuses requests before a version is loaded) to
+    SGLang's application, and run SGLang's own server in this process, with the command
+    line's arguments."""
     from sglang.srt.entrypoints.http_server import app
 
     app.add_middleware(SglangGate, routes=app.routes)

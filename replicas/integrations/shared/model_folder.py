@@ -63,8 +63,9 @@ class Spec(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
     def fits(self, other: Spec) -> bool:
-        """Return True if a tensor of one can be copied into the other: shapes are
-        equal, and dtypes of one kind (floats of 16 bits or more are cast)."""
+        """Return True if a tensor of this spec can be copied into one of ``other``:
+        shapes are equal, and dtypes of one kind (floats of 16 bits or more are
+        cast)."""
         return self.shape == other.shape and _kind(self.dtype) == _kind(other.dtype)
 
 
@@ -126,12 +127,17 @@ def describe_misfit(
 
 
 def _is_optional(name: str, tied: bool) -> bool:
-    """Return True if the tensor may be missing in a version or in the model."""
+    """Return True if the tensor of this name may be missing in a version or in the
+    model: servers compute it, or (with ``tied``) it shares the embedding's weight."""
     return name.endswith(DERIVED) or (tied and name.endswith(HEAD))
 
 
 def _named(problems: Iterable[tuple[str, str]]) -> str:
-    """Return a text: the first of these problems, and how many more there are."""
+    """Return a text: the first three of these problems, and how many more there are;
+    empty if there is none.
+
+    :param problems: pairs (tensor's name, what is wrong with it, as a verb phrase).
+    """
     texts = [f"{name} {what}" for name, what in problems]
     more = f", and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
     return ", ".join(texts[:NAMED]) + more
@@ -146,7 +152,11 @@ class ModelSpecs:
     """
 
     def __init__(self, model: str, *, complete: bool = True) -> None:
-        """Read the headers of the model's files, if they are found on this machine."""
+        """Read the headers of the model's files, if they are found on this machine.
+
+        :param model: path or name of the model with which the server was started.
+        :param complete: whether versions must have all tensors of the model.
+        """
         self._source = find_model(model)
         self._complete = complete
         self._expected = {} if self._source is None else read_specs(self._source)
@@ -161,8 +171,8 @@ class ModelSpecs:
         return describe_misfit(_specs(update), self._expected, tied=self._tied, complete=self._complete)
 
     def loaded(self, update: Update) -> None:
-        """Record that a version was loaded: its specs are those of the model from now
-        on, if the model's own files are not found here."""
+        """Record that a version was loaded: from now on its names, shapes and dtypes
+        are those expected of later versions, unless the model's own files gave them."""
         self._expected = self._expected or _specs(update)
 
 
@@ -174,7 +184,13 @@ class ModelFolder(ModelSpecs):
     """
 
     def __init__(self, model: str, *, complete: bool = True, parent: Path | None = None) -> None:
-        """Create the folder, with links to the model's files except its weights."""
+        """Create the folder on disk, with links to the model's files except its
+        weights.
+
+        :param model: path or name of the model with which the server was started.
+        :param complete: whether versions must have all tensors of the model.
+        :param parent: folder in which it is made; default: the temporary folder.
+        """
         super().__init__(model, complete=complete)
         self.path = Path(tempfile.mkdtemp(prefix="replicas-model-", dir=parent))
         if self._source is not None:
@@ -183,8 +199,9 @@ class ModelFolder(ModelSpecs):
                     (self.path / file.name).symlink_to(file.absolute())
 
     def link_version(self, update: Update) -> Path:
-        """Link the version's memory as the folder's weights, in place of the previous
-        one; valid while the update is open. Return the folder."""
+        """Replace the link ``model.safetensors`` by one to the version's memory, which
+        is valid while the update (the version, held for reading) is open; also replace
+        the copies of tied tensors. Return the folder."""
         link = self.path / "model.safetensors"
         link.unlink(missing_ok=True)
         link.symlink_to(update.path)
@@ -192,8 +209,9 @@ class ModelFolder(ModelSpecs):
         return self.path
 
     def _copy_tied(self, update: Update) -> None:
-        """Replace the file of tied tensors: write copies for their other names in the
-        model's own files; for all other names, if these files are not known.
+        """Replace ``tied.safetensors``: write copies of tied tensors, which the
+        version's memory has once, under those other names that the model's own files
+        have, or if these are not known under all other names.
 
         :raises replicas.errors.NoCapacity: the copy cannot be written.
         """
@@ -216,7 +234,8 @@ class ModelFolder(ModelSpecs):
             raise errors.NoCapacity(text, phase="load", hint="make room there, or set TMPDIR") from error
 
     def close(self) -> None:
-        """Remove the folder, not the model's own files."""
+        """Remove the folder from the disk, not the model's own files to which it
+        links."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -88,22 +88,23 @@ def channel_settings(metadata: Sequence[Metadata]) -> dict[str, Any]:
 
 
 def first_sync(metadata: Sequence[Metadata]) -> int:
-    """Return a number below that of the sync that these workers begin, and not below
-    any earlier one: the largest ``sync`` of their metadata.
+    """Return the largest ``sync`` number in the workers' metadata: not below that of
+    any earlier sync. The sync that begins gets the next number.
 
-    Clocks count in microseconds, faster than any trainer syncs.
+    Numbers come from clocks that count in microseconds, faster than any trainer syncs.
     """
     return max(int(one["sync"]) for one in metadata)
 
 
 def seats(metadata: Sequence[Metadata], trainers: int) -> list[Seat]:
-    """Return each worker's place on the channel, in the order of ``metadata``.
+    """Return each worker's place on the channel, in the order of ``metadata``; send
+    nothing.
 
     Each rollout worker is its own replica, even where several make one server: the
     sync's number keeps them together, and a dead worker does not cut the others off.
 
-    :param metadata: of all workers. :param trainers: number of trainers, which come
-        first.
+    :param metadata: of all workers, as :meth:`Refit.prepare` returns it.
+    :param trainers: number of trainers, which come first.
     """
     if metadata[0]["ranks"] == "all":
         found = [Seat(TRAINERS, 0, rank, trainers) for rank in range(trainers)]
@@ -120,7 +121,11 @@ def seats(metadata: Sequence[Metadata], trainers: int) -> list[Seat]:
 
 
 def _current_index(worker: Metadata) -> int | None:
-    """Return the replica index with which a rollout worker has joined, or None."""
+    """Return the replica index with which a rollout worker has joined, or None if it
+    has not joined.
+
+    :param worker: the worker's own metadata.
+    """
     seat = worker["seat"]
     return int(seat[1]) if seat is not None and seat[0] == ROLLOUTS else None
 
@@ -149,7 +154,17 @@ class Refit:
         options: Mapping[str, Any] | None = None,
         loaded_at_end: bool = False,
     ) -> None:
-        """Check the arguments; join nothing yet."""
+        """Check the arguments; join nothing yet.
+
+        :param channel: name of the channel.
+        :param ranks: whether trainer 0 alone publishes, or each trainer its share.
+        :param dtype: cast plain floating tensors to it; None: no cast.
+        :param deadline: seconds for a publish, and for a receive.
+        :param options: further keys of the channel, for a coordinator started for the
+            run.
+        :param loaded_at_end: whether a version counts as loaded once it is read to its
+            end.
+        """
         if ranks not in ("leader", "all"):
             raise errors.UsageError(f"ranks={ranks!r}", hint='pass "leader" or "all"')
         cast = getattr(torch, dtype.removeprefix("torch."), "") if isinstance(dtype, str) else dtype
@@ -171,9 +186,10 @@ class Refit:
     def prepare(self) -> dict[str, Any]:
         """Begin a sync; return the metadata that this worker sends to all others.
 
-        A pending receive ends with an error, and an update that was not finalized
-        counts as failed. A trainer that shares a publish which is still open leaves the
-        channel: the others could take parts of its next publish for parts of this one.
+        A pending receive ends with an error, and an update (a received version) that
+        was not finalized counts as failed. A trainer that shares a publish which is
+        still open leaves the channel: the others could take parts of its next publish
+        for parts of this one.
         """
         self._sync_attempts += 1
         self._end_update("the sync was broken off")
@@ -195,10 +211,10 @@ class Refit:
 
     def init_process_group(self, *, seat: Seat, place: CoordinatorAddress | None, sync: int) -> None:
         """Join the channel as the seat's group, replica and rank, unless this worker
-        has done so; leave it first if it has another seat.
+        has done so; leave it first if it has another seat. Block 60 s at most.
 
         :param place: address of the coordinator; None: the environment has it.
-        :param sync: :func:`first_sync`.
+        :param sync: the number from :func:`first_sync`; this sync's is one greater.
         :raises replicas.errors.ReplicasError: as :func:`replicas.join`.
         """
         self._sync = sync
@@ -248,7 +264,7 @@ class Refit:
         )
         receipt = await self._sending
         for name, why in receipt.not_loaded.items():
-            logger.warning("%s has not loaded an earlier version: %s", name, why)
+            logger.warning("going on, although %s has not loaded an earlier version: %s", name, why)
         return receipt.metrics()
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
@@ -278,8 +294,9 @@ class Refit:
             self.finalize()
 
     async def _receive_or_give_up(self, channel: replicas.Channel) -> replicas.Update:
-        """Return this sync's update; raise SyncError if no trainer is there for
-        :data:`ALONE_S`, the next sync begins, or the deadline has passed."""
+        """Wait for this sync's update (its version, open for reading), and return it.
+        Raise SyncError if no trainer is a member for :data:`ALONE_S`, the next sync
+        begins, or the deadline has passed."""
         life, until = self._sync_attempts, time.monotonic() + self._deadline_s
         alone_since: float | None = None
         pending = channel.receive(at_least=("sync", self._sync), deadline=self._deadline_s)
@@ -301,7 +318,7 @@ class Refit:
             there = there or any(member.group == TRAINERS and not member.rank for member in members)
             alone_since = None if there else alone_since or now
             if (alone_since is not None and now - alone_since > ALONE_S) or now > until + _BEAT_S:
-                text = f"no trainer is on channel {self._name!r}" if not there else "no version came in time"
+                text = f"no trainer has joined channel {self._name!r}" if not there else "no version came in time"
                 raise errors.SyncError(text, phase="receive", hint="start a trainer, then sync again")
 
     def finalize(self) -> None:
@@ -311,7 +328,7 @@ class Refit:
         if update is None:
             return
         if not read:
-            self._end_update("it was not read to its end")
+            self._end_update("the update was not read to its end")
             return
         self._update = None
         update.loaded()
@@ -322,8 +339,8 @@ class Refit:
         self._leave()
 
     def _is_joined(self) -> bool:
-        """Return True if this worker is still a member of the channel, by a question to
-        its session."""
+        """Return True if this worker is still a member of the channel: its session
+        answers within 0.25 s."""
         if self.channel is None:
             return False
         try:
@@ -333,31 +350,42 @@ class Refit:
         return True
 
     def _end_update(self, why: str) -> None:
-        """Report the open update, if there is one, as failed."""
+        """End the open update, if there is one, and report its version to the channel
+        as failed; only log an error of the report.
+
+        :param why: the reason, a clause.
+        """
         update, self._update, self._read = self._update, None, False
         if update is not None:
             try:
                 update.failed(why)
             except errors.ReplicasError as error:
-                logger.info("could not report that version %s failed: %s", update.version, error)
+                logger.info("going on without reporting that version %s failed: %s", update.version, error)
 
     def _leave(self) -> None:
-        """Close the channel without a wait, and forget this worker's place on it."""
+        """Close the channel without a wait, and forget this worker's place on it; do
+        nothing without a channel."""
         channel, self.channel, self._seat, self._place = self.channel, None, None, None
         if channel is not None:
             channel.close(wait=False)
 
 
 def _not_joined_error(what: str) -> errors.UsageError:
-    """Return the error of a call before the worker has joined; ``what``: the call."""
-    text = f"{what}: this worker has not joined the channel: is it a new process?"
+    """Return (do not raise) the error of a call before the worker has joined.
+
+    :param what: name of the called method.
+    """
+    text = f"{what}: this worker has not joined the channel; it may be a new process"
     return errors.UsageError(text, hint="a sync begins with prepare() and init_process_group() on all workers")
 
 
 def _share(weights: Iterable[tuple[str, torch.Tensor]], seat: Seat) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield (name, tensor) for this trainer's share, and (name, None) for other
     tensors: each goes to the trainer with the fewest bytes so far, which all compute
-    alike."""
+    alike.
+
+    :param seat: this trainer's rank, and the number of trainers.
+    """
     nbytes = [0] * seat.world_size
     for name, tensor in weights:
         owner = nbytes.index(min(nbytes))

@@ -30,7 +30,8 @@ def check(name: str) -> None:
 
 
 def outside(release: str, wanted: str) -> bool:
-    """Return True if a release does not satisfy a range such as ``>=0.9,<0.10``.
+    """Return True if a release does not satisfy ``wanted``, a range such as
+    ``>=0.9,<0.10``.
 
     Only numbers are compared: ``0.9.1.post1`` and ``0.9.1+cpu`` are 0.9.1, and a
     release without numbers is in every range.

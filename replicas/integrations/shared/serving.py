@@ -200,10 +200,10 @@ def reserve_port(host: str, port: int) -> Iterator[int]:
 
 def _supervised_index(found: environ.Environment) -> int:
     """Return the index of this replica if a supervisor has started it on this host,
-    else 0.
+    else 0: a replica started otherwise is expected to have its own network address, as
+    in a pod.
 
-    A replica started otherwise is expected to have its own network address, as in a
-    pod: 0.
+    :param found: the ``REPLICAS_*`` variables of this process.
     """
     started_here = environ.REPLICAS in os.environ
     return found.replica if started_here and isinstance(found.replica, int) else 0
@@ -245,6 +245,8 @@ class Child:
     """
 
     def __init__(self, process: subprocess.Popen[bytes], kind: str) -> None:
+        """Take ownership of a started process; ``kind`` is the server's name in
+        errors."""
         self.process, self._kind = process, kind
         self.pid = process.pid
 
@@ -257,8 +259,8 @@ class Child:
         return f"{self._kind}'s server ended with {ending}"
 
     def end(self) -> None:
-        """Terminate the server's first process, and wait; after 6 s kill it and all
-        processes below it."""
+        """Send SIGTERM to the server's first process, and block until it has ended;
+        after 6 s kill it and all processes below it."""
         self.process.terminate()
         try:
             self.process.wait(STOP_TIMEOUT_S)
@@ -266,7 +268,8 @@ class Child:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the server and all processes below it; wait 5 s at most."""
+        """Send SIGKILL to the server and all processes below it; block 5 s at most for
+        its end."""
         signal_each(descendants(self.pid), signal.SIGKILL, lambda pid: is_below(pid, self.pid))
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a system call
@@ -279,7 +282,9 @@ def child(kind: str, command: Sequence[str], variables: Mapping[str, str]) -> It
     terminate it on leaving. After an error in the block it is killed: it is gone or
     frozen, and would wait for its own requests.
 
-    :param kind: the server's name in errors. :param variables: its whole environment.
+    :param kind: the server's name in errors.
+    :param command: program and arguments.
+    :param variables: its whole environment.
     """
     parent = os.getpid()
     with naming_limits():

@@ -114,6 +114,8 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
+        """Keep vLLM's configuration and this worker's model; join no channel, and
+        change nothing yet. vLLM makes one engine in each worker process."""
         super().__init__(config, vllm_config, device, model)
         self._channel: replicas.Channel | None = None
         self._update: replicas.Update | None = None
@@ -125,7 +127,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the channel as a rank of this server's replica; leave an earlier channel
-        first.
+        first. Block until joined, ``init_info.timeout_s`` at most.
 
         :raises replicas.errors.UsageError: the server has caches that cannot be
             cleared, or weights that no version replaces.
@@ -154,11 +156,9 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._patches = EnginePatches(self.model, self.device) if init_info.patches and plain else None
 
     def _refuse_unclearable_caches(self) -> None:
-        """Refuse a server with weights that no version replaces or that a reload
-        breaks, or with a cache of old weights' results that cannot be cleared.
-
-        :raises replicas.errors.UsageError: the server is such a one.
-        """
+        """Raise UsageError if the server has weights that no version replaces or that a
+        reload breaks, or a cache that would keep results of old weights after a load.
+        Read vLLM's configuration only."""
         if getattr(self.vllm_config, "speculative_config", None) is not None and self._has_draft_weights():
             raise errors.UsageError(
                 "the server decodes speculatively with a draft model, which a version of the policy does not contain",
@@ -195,16 +195,18 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return drafts and speculative.method not in WITHOUT_WEIGHTS
 
     def start_weight_update(self) -> None:
-        """Restore the layers that a failed load has taken apart, with their old
-        weights."""
+        """Begin a load, as vLLM asks before each: give layers that a failed load has
+        left without memory their old weights back."""
         self._reload.restore_unfinished()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive the version on this rank unless it is open here, and load it, layer
-        by layer; with ``check`` or ``prove`` only check or compare it.
+        """Receive the version on this rank, unless it is open here already, and load it
+        into the model, layer by layer.
 
+        :param update_info: which version. With ``check`` only check that it fits; with
+            ``prove`` only compare the loaded model with it.
         :raises replicas.errors.ReplicasError: it is not the version that the channel
-            gives to this replica, or it does not fit; the model is as before then.
+            gives to this replica, or it does not fit (then the model is as before).
         """
         began = time.monotonic()
         update = self._open_update(update_info)
@@ -228,8 +230,9 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
 
     def _prove(self, update: replicas.Update) -> None:
-        """Compare a sample of the model's tensors with the version's. Raises SyncError
-        if they differ, UsageError if nothing was loaded."""
+        """Compare a sample of the model's tensors with the version ``update``, which
+        was loaded; log the counts. Raise SyncError if they differ, UsageError if
+        nothing was loaded."""
         if not self._load_begun:
             raise errors.UsageError("no version was loaded", hint="call update_weights first")
         found = self._reload.prove(dict(update), update.version)
@@ -239,12 +242,14 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         logger.info("compared version %d in %d places, not in %d", update.version, found.equal, found.not_compared)
 
     def _weights_of(self, update: replicas.Update) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the version's tensors by those names that the model has."""
+        """Yield (name, tensor) of the version ``update``; leave out the output layer's
+        name if the model shares that weight with its embedding."""
         return without_tied_head(update, update.manifest, head=self._has_head)
 
     def _try(self, update: replicas.Update) -> None:
-        """Check, without loading, that the version fits; report a misfit to the channel
-        as refused, and raise ManifestMismatch."""
+        """Check, without loading, that the version ``update`` fits the model. If not,
+        end the update, report the version to the channel as refused, and raise
+        ManifestMismatch."""
         try:
             manifest = update.manifest
             self._reload.check_fit(manifest.hash, self._weights_of(update), manifest.aliases)
@@ -255,11 +260,14 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ) from error
 
     def _open_update(self, info: UpdateInfo) -> replicas.Update:
-        """Return the open update of this version; receive the version if it is not
-        open, and drop the open update of another one.
+        """Return the open update (the version's memory, held for reading) of the
+        version in ``info``. If it is not open, end that of another version, and
+        receive: block ``info.timeout_s`` at most.
 
-        For version 0 only refuse the open update, if the follower asks for that, and
-        raise SyncError.
+        :param info: vLLM's request. For version 0 only end the open update as refused,
+            if ``info.refuse`` has a reason and no load has begun, and raise SyncError.
+        :raises replicas.errors.SyncError: the channel gave this replica another
+            version.
         """
         channel = self._channel
         if channel is None:
@@ -293,7 +301,8 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Report the open version to the channel as loaded, and end the update."""
+        """Report the open version to the channel as loaded, and end the update: its
+        memory may be reused. Before that, zero caches of keys and values with NaN."""
         if not self._load_begun:
             raise errors.UsageError("no version was loaded", hint="call update_weights first")
         self._clear_memory()
@@ -317,8 +326,11 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     memory.zero_()
 
     def _drop_update(self, reason: str) -> None:
-        """End the open update, if any: report it as refused if no part of it was
-        loaded, else as failed."""
+        """End the open update, if any, without a load: report its version to the
+        channel as refused if no part of it was loaded, else as failed.
+
+        :param reason: a clause, for the report.
+        """
         update, self._update = self._update, None
         if update is not None:
             if not self._load_begun:
@@ -335,10 +347,11 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _unclearable_connectors(config: Any) -> list[str]:
-    """Return the names of connectors to a store of keys and values that cannot be
-    cleared.
+    """Return the names of the configured KV connectors (to stores of keys and values
+    outside the server) that cannot be cleared. vLLM treats a connector that does not
+    implement the reset as cleared.
 
-    vLLM treats a connector that does not implement the reset as cleared.
+    :param config: vLLM's ``kv_transfer_config``, or None.
     """
     if config is None or not config.kv_connector:
         return []

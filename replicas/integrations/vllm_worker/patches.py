@@ -57,6 +57,7 @@ class _CopyComparer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     """
 
     def __init__(self) -> None:
+        """Begin with counts of 0; compare only while entered as a context manager."""
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own class has none
         self.elements = self.wrong = 0
 
@@ -78,14 +79,16 @@ class EnginePatches:
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
+        """Keep the model, whose parameters are on ``device``; prove and patch nothing
+        yet."""
         self._model, self._device, self._has_head = model, device, has_head(model)
         self._proven = self._refused = ""
         self.held_version = 0
 
     def loaded(self, update: replicas.Update) -> None:
-        """Record that the model holds this version as a whole. For a new manifest find
-        out, by a comparison of all elements, whether later versions can be patched
-        in."""
+        """Record that the model holds the version ``update`` as a whole. For a new
+        manifest (names, shapes and dtypes) find out, by a comparison of all elements
+        through the model's own loaders, whether later versions can be patched in."""
         self.held_version = update.version
         manifest = update.manifest.hash
         if manifest in (self._proven, self._refused):
@@ -101,9 +104,9 @@ class EnginePatches:
             self._proven = manifest
 
     def _why_not_patchable(self, update: replicas.Update) -> Reason | None:
-        """Return why this model, which holds the version as a whole, cannot be patched,
-        or None if it can: its own loaders must be seen to copy every element to its
-        place."""
+        """Return why this model, which holds the version ``update`` as a whole, cannot
+        be patched, or None if it can: its own loaders, run on the version, must be seen
+        to copy every element to its place. They compare here, and change nothing."""
         import vllm.model_executor.model_loader.checkpoint_weight_patch  # noqa: F401  # since 0.32
 
         if found := _find_derived_tensor(self._model):
@@ -127,9 +130,9 @@ class EnginePatches:
         return compared.wrong, compared.elements
 
     def apply(self, update: replicas.Update) -> bool:
-        """Write the changes from the version that the model holds to this one into the
-        model. Return False if the version has to be loaded whole, as the model may be
-        mixed then.
+        """Write the elements that changed since the version that the model holds into
+        the model. Return True if they are written and compared. Return False if
+        ``update`` must be loaded whole: the model may be a mixture of versions then.
 
         Afterwards ``held_version`` is 0 until :meth:`loaded`.
         """

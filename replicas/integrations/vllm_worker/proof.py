@@ -92,7 +92,8 @@ def place_of(
 def compare_sample(
     model: torch.nn.Module, places: list[CopiedRegion], weights: Mapping[str, torch.Tensor], turn: int
 ) -> Comparison:
-    """Compare some elements of a model with a version; change neither.
+    """Compare some elements of a model with a version, and return the counts; change
+    neither.
 
     :param places: the regions that plain copies have written.
     :param weights: the version's tensors by name.
@@ -115,16 +116,18 @@ def compare_sample(
 
 
 def _select_places(places: list[CopiedRegion], turn: int) -> list[CopiedRegion]:
-    """Return every n-th region, 256 at most, from another start in each turn, so that
-    all are compared over many versions."""
+    """Return every n-th of the regions ``places``, 256 at most. The first one depends
+    on ``turn`` (the version's number), so that all are compared over many versions."""
     step = math.ceil(len(places) / PLACES_MAX) or 1
     return places[turn % step :: step]
 
 
 def _differs(place: CopiedRegion, source: torch.Tensor, read: Callable[[list[int]], torch.Tensor]) -> bool | None:
-    """Return True if some of the region's elements differ from ``source``, or None if a
-    NaN prevents the comparison.
+    """Return True if some of a region's elements (its first and last, and two between)
+    differ from ``source``, False if they are equal, or None if a NaN prevents the
+    comparison.
 
+    :param place: the region of the model's parameter.
     :param source: the region of the version's tensor.
     :param read: returns elements of the parameter, by their numbers in it, flattened.
     """
@@ -150,9 +153,9 @@ def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _readers(model: torch.nn.Module, place: CopiedRegion) -> Iterator[Callable[[list[int]], torch.Tensor] | None]:
-    """Yield, for each layer that computes with the region's parameter, a function that
-    reads the parameter's elements by their numbers, or None if the layer cannot be
-    read."""
+    """Yield, for each layer that computes with the parameter of ``place``, a function
+    that reads the parameter's elements by their numbers in it, flattened, or None if
+    the layer cannot be read. Tied layers share one parameter."""
     layer: Any = model.get_submodule(place.layer)
     parameter = layer._parameters.get(place.parameter)
     tied = [one for one in model.modules() if parameter is not None and one._parameters.get("weight") is parameter]
@@ -163,8 +166,13 @@ def _readers(model: torch.nn.Module, place: CopiedRegion) -> Iterator[Callable[[
 def _reader(
     layer: Any, parameter: torch.Tensor | None, place: CopiedRegion
 ) -> Callable[[list[int]], torch.Tensor] | None:
-    """Return a function that reads elements by their numbers, or None if the layer
-    keeps them in an unknown form."""
+    """Return a function that reads elements of a layer's parameter by their numbers in
+    it, flattened, or None if the layer keeps them in an unknown form.
+
+    :param parameter: the layer's own tensor, or None if it no longer has one.
+    :param place: the region that is compared: its parameter's name and shape when
+        loaded.
+    """
     method = getattr(layer, "quant_method", None)
     if parameter is None or type(method).__name__ not in _PLAIN:
         return None
@@ -181,10 +189,13 @@ def _columns(
     """Return a function that reads elements of a weight that a CPU's layer has packed:
     the layer is computed with unit vectors.
 
+    :param method: the layer's vLLM method, whose ``apply`` computes the layer.
+    :param parameter: gives dtype and device of the unit vectors.
     :param whole: shape of the weight, (rows, columns).
     """
 
     def read(flat: list[int]) -> torch.Tensor:
+        """Return the weight's elements with these numbers in row-major order."""
         rows, columns = zip(*(divmod(one, whole[1]) for one in flat), strict=True)
         units = torch.zeros(len(flat), whole[1], dtype=parameter.dtype, device=parameter.device)
         units[range(len(flat)), columns] = 1

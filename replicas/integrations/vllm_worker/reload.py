@@ -73,6 +73,12 @@ class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     """
 
     def __init__(self, names: dict[int, tuple[str, str, tuple[int, ...]]], *, strict: bool) -> None:
+        """Record nothing until entered as a context manager.
+
+        :param names: path, name and shape of each parameter, by the address of its
+            storage.
+        :param strict: refuse a write to a float from an integer or an 8-bit float.
+        """
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own class has none
         self._names, self._strict = names, strict
         self.tensor: tuple[str, torch.Tensor] | None = None
@@ -91,7 +97,8 @@ class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return func(*args, **(kwargs or {}))
 
     def _record_write(self, written: torch.Tensor, given: torch.Tensor | None) -> None:
-        """Record a copy of ``given``, or of a constant (None), to a meta tensor.
+        """Record a write to ``written``, a meta tensor: a copy of ``given``, or of a
+        constant (None).
 
         :raises _Misfit: with ``strict``, the dtypes do not fit.
         """
@@ -120,7 +127,7 @@ class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return [place for found in whole for place in found if place is not None]
 
     def count_written(self, tensor: torch.Tensor) -> int:
-        """Return how many elements of a parameter, of those that it has, were
+        """Return how many elements of ``tensor``, a parameter of the model, were
         written."""
         return sum(math.prod(shape) for _, shape, _ in self.regions.get(_storage(tensor), ()))
 
@@ -162,12 +169,13 @@ class EngineReload:
     def check_fit(
         self, manifest: str, weights: Iterable[tuple[str, torch.Tensor]], aliases: Iterable[tuple[str, str]] = ()
     ) -> None:
-        """Check that a version fits, and record that; afterwards the model is as
-        before.
+        """Check that a version fits, and record its manifest (names, shapes and dtypes)
+        and the regions that loaders write; afterwards the model is as before.
 
         The model's own loaders run on ``weights``, but write to meta tensors only.
 
         :param manifest: hash of the version's manifest.
+        :param weights: (name, tensor) of the version.
         :param aliases: other names of tied tensors, each with the first name.
         :raises replicas.errors.ManifestMismatch: the version does not fit.
         """
@@ -178,6 +186,8 @@ class EngineReload:
         unused: list[str] = []
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
+            """Yield ``weights`` to the model's loader; note which ones it copied, and
+            the last one."""
             nonlocal last
             for name, tensor in weights:
                 before = given.calls
@@ -211,8 +221,10 @@ class EngineReload:
         self._fitting = manifest
 
     def prove(self, weights: Mapping[str, torch.Tensor], turn: int) -> Comparison:
-        """Compare a sample of the model's tensors with the version that it has loaded.
+        """Compare a sample of the model's tensors with the version that it has loaded;
+        return names of tensors that differ, and counts. Change nothing.
 
+        :param weights: the version's tensors by name.
         :param turn: selects the sample; the version's number.
         """
         return compare_sample(self._model, self._places, weights, turn)
@@ -236,9 +248,10 @@ class EngineReload:
 
     def _check_names(self, loaded: set[str] | None) -> None:
         """Check that all of the model's parameters were loaded, unless versions may
-        lack some. Raises ManifestMismatch.
+        lack some. Raise ManifestMismatch if one is missing.
 
-        :param loaded: their names, as the model's loader reports them; None: unknown.
+        :param loaded: their names, as the model's loader reports them, or None if
+            unknown.
         """
         if not self.complete or loaded is None or self._config.quantization is not None:
             return
@@ -249,7 +262,11 @@ class EngineReload:
             )
 
     def _check_layers(self, given: _WriteRecorder) -> None:
-        """Raise ManifestMismatch if only a part of a layer was written."""
+        """Raise ManifestMismatch if only a part of a layer was written in the trial.
+
+        :param given: what the trial has recorded. Layers without any write keep their
+            weights.
+        """
         torn = []
         for path, layer in self._model.named_modules():
             if is_deferred_attention_layer(layer):
@@ -272,7 +289,10 @@ class EngineReload:
 
     def _check_ignored(self, unused: list[str]) -> None:
         """Refuse tensors that no loader of the model uses, such as a renamed expert:
-        raise ManifestMismatch, or warn if other workers may have them."""
+        raise ManifestMismatch, or only log a warning if other workers may have them.
+
+        :param unused: names of the version's tensors of which nothing was copied.
+        """
         tied = getattr(self._config.hf_config, "tie_word_embeddings", False)
         ignored = [one for one in unused if not one.endswith(_DERIVED) and not (tied and one == "lm_head.weight")]
         if not ignored:
@@ -285,8 +305,12 @@ class EngineReload:
         logger.warning("%s", text)  # other workers may have them
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load a version that fits, layer by layer, into the model; call :meth:`finish`
-        next. After an error the model is a mixture until a load succeeds."""
+        """Load a version that fits (:meth:`check_fit`), layer by layer, into the model;
+        the caller calls :meth:`finish` next. After an error the model is a mixture of
+        two versions until a load succeeds.
+
+        :param weights: (name, tensor) of the version.
+        """
         self.restore_unfinished()
         if self._device.type == "cpu":
             self._drop_expert_kernels()
@@ -322,7 +346,8 @@ class EngineReload:
         self._restore_kernels()
 
     def _drop_expert_kernels(self) -> None:
-        """Make vLLM pack layers of experts again.
+        """Take the kernels of the model's expert layers away, so that vLLM packs them
+        again; keep them for :meth:`_restore_kernels`.
 
         On a CPU vLLM packs their weights when it makes their kernel, but not on a
         reload: it would compute with unpacked weights.
@@ -368,8 +393,11 @@ def _named_parameters(model: Any) -> frozenset[str]:
 
 
 def _bypasses_count(layer: Any, given: _WriteRecorder) -> bool:
-    """Return True if more was written to the layer's tensors than vLLM has counted,
-    which makes it restore the old weights."""
+    """Return True if more was written to the layer's tensors than vLLM has counted:
+    vLLM would restore the layer's old weights at the end of a load.
+
+    :param layer: a vLLM layer of the model. :param given: the writes of a trial.
+    """
     if is_deferred_attention_layer(layer):
         return False
     written = sum(

@@ -31,8 +31,11 @@ _proven: set[tuple[int, str]] = set()
 
 
 async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -> None:
-    """Check once that a sidecar can open this process's memory on GPU ``uuid``.
+    """Check, once per process and GPU, that a sidecar can open memory of this process.
 
+    Forks a sidecar for it, and kills that afterwards.
+
+    :param uuid: of the GPU.
     :raises Preflight: the sidecar cannot, within ``timeout_s``.
     :raises NoCapacity: the GPU has too little memory left for the check.
     """
@@ -58,15 +61,18 @@ async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -
         if buffer is not None:
             buffer.close()
     if seen != nonce:
-        raise _refusal(uuid, "the sidecar does not read the bytes that its rank has written", _HINT)
+        raise _refusal(uuid, "the helper process does not read the bytes that its rank has written", _HINT)
     _proven.add((os.getpid(), uuid))
 
 
 def _refusal(uuid: str, reason: str, hint: str) -> Preflight:
-    """Return the error of a failed check; its hint also names host staging."""
+    """Return (do not raise) the error of a failed check.
+
+    :param hint: what to do; host staging is added to it.
+    """
     if _STAGING_HINT not in hint:
         hint = f"{hint}; or {_STAGING_HINT}"
-    return Preflight(f"a sidecar of this rank cannot use the memory of GPU {uuid}: {reason}", hint=hint)
+    return Preflight(f"helper processes of this rank cannot use the memory of GPU {uuid}: {reason}", hint=hint)
 
 
 def _written(uuid: str, nonce: bytes) -> Buffer:

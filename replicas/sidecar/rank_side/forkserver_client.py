@@ -81,6 +81,7 @@ class Forkserver:
         If the forkserver ends before it has answered (it froze while it started, and
         was killed), wait for its successor.
 
+        :param door: its address, with the secret that it wants.
         :raises SidecarDied: no forkserver could fork within ``timeout_s``.
         :raises Unusable: none is there, or it does not serve this release.
         :raises Squatted: another user's process listens.
@@ -98,7 +99,12 @@ class Forkserver:
         raise AssertionError  # tenacity ends with a result or an error
 
     async def _attached(self, secret: str, deadline: float) -> Forkserver:
-        """Attach this rank; return this object, or close it and raise."""
+        """Send the secret and this rank's pidfd and output; wait until it can fork.
+
+        Returns this object, or closes it and raises.
+
+        :param deadline: by the loop's clock.
+        """
         place = rank_environment.describe_own_place()
         try:
             reply, _ = await self._ask(wire.Attach(secret), place, deadline - self._loop.time())
@@ -112,6 +118,7 @@ class Forkserver:
 
     @property
     def alive(self) -> bool:
+        """True until the connection is closed, or found to be broken."""
         return not self._closed
 
     async def fork(self) -> Sidecar:
@@ -138,7 +145,11 @@ class Forkserver:
             self._spare.add_done_callback(_log_failure)
 
     async def _fork(self) -> Sidecar:
-        """Have the forkserver fork a new sidecar; raise as :meth:`fork`."""
+        """Have the forkserver fork a new sidecar; wait, and return its handle.
+
+        :raises SidecarDied: the forkserver is gone, or has not answered in time.
+        :raises SidecarFailed: the system allows no more processes.
+        """
         ours, theirs = socket.socketpair()
         try:
             reply, fds = await self._ask(wire.Fork(), [theirs.detach()], FORK_TIMEOUT_S)
@@ -167,8 +178,9 @@ class Forkserver:
     async def _ask(
         self, request: wire.ForkserverRequest, fds: list[int], timeout_s: float
     ) -> tuple[wire.ForkserverReply, list[int]]:
-        """Send a request with ``fds``, and close these; return its answer.
+        """Send a request with descriptors, and close these; wait for the answer.
 
+        :returns: the reply, and descriptors that came with it, which the caller owns.
         :raises SidecarDied: the connection has ended, or is closed as no answer came.
         """
         future: asyncio.Future[tuple[wire.ForkserverReply, list[int]]] = self._loop.create_future()
@@ -191,7 +203,10 @@ class Forkserver:
         return await future
 
     def _read(self) -> None:
-        """Read one packet, the answer to the oldest request."""
+        """Read one packet, and give it to the oldest request; called by the loop.
+
+        Closes the connection at its end, and at an answer without a request.
+        """
         try:
             data, fds = frames.read_packet(self._sock)
             if not data:
@@ -232,8 +247,8 @@ def _connected(door: SocketAddress) -> socket.socket:
         try:
             sock.connect("\0" + door.name)
         except ConnectionRefusedError:
-            text = "the agent of this node is gone, or the address is out of date"
-            raise Unusable(f"no process listens on {door.name!r}: {text}") from None
+            text = "the agent of this node has died, or was replaced"
+            raise Unusable(f"no forkserver listens on {door.name!r}: {text}") from None
         except (ConnectionError, BlockingIOError) as error:  # the backlog is full
             raise SidecarDied(f"no forkserver accepts connections to {door.name!r}: {error}") from None
         owner, us = peer_uid(sock), os.geteuid()
@@ -249,4 +264,4 @@ def _connected(door: SocketAddress) -> socket.socket:
 def _log_failure(forking: asyncio.Task[Sidecar]) -> None:
     """Log why no sidecar could be forked; :meth:`Forkserver.fork` raises it, too."""
     if not forking.cancelled() and (error := forking.exception()) is not None:
-        logger.info("a fork failed: %s", error)
+        logger.info("going on without a helper process that could not be forked: %s", error)

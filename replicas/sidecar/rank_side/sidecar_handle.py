@@ -34,7 +34,10 @@ class SidecarFailed(RuntimeError):
         self.members, self.hint = reply.members, reply.hint
 
     def as_error(self, **fields: Any) -> errors.ReplicasError:
-        """Convert to an error of the library. ``fields``: channel, phase, version."""
+        """Return (do not raise) the failure as an error of the library.
+
+        :param fields: its channel, phase and version.
+        """
         kind = errors.error_class(self.kind) if self.kind else errors.SyncError
         return kind(str(self), members=self.members, hint=self.hint or None, **fields)
 
@@ -46,7 +49,10 @@ class SidecarDied(HelperDied):
 
 
 def _lend(buffer: Buffer) -> wire.MapBuffer:
-    """Return the message with which a buffer is sent; ValueError if it is closed."""
+    """Return the message that names ``buffer``; it is sent with its descriptor.
+
+    :raises ValueError: the buffer is closed.
+    """
     if buffer.fd < 0:
         raise ValueError("the buffer is closed")
     return wire.MapBuffer(buffer.key, buffer.device)
@@ -64,11 +70,15 @@ class Sidecar(HelperProcess):
     ping, forget = wire.Ping, wire.ForgetBuffer
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
+        """Take over the process and its socket; the object closes both descriptors.
+
+        :param pidfd: of the process; readable at its end.
+        """
         super().__init__(pid, pidfd, sock)
         self.on_moved: Callable[[wire.Moved], None] | None = None
 
     async def build(self, spec: GroupSpec) -> None:
-        """Form the process group.
+        """Have the sidecar form the process group of ``spec``; wait for it.
 
         :raises SidecarFailed: a peer did not join, or an address is wrong.
         :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after the timeout.
@@ -79,28 +89,39 @@ class Sidecar(HelperProcess):
         await self._ask(request, spec.timeout_s, wire.Done)
 
     async def probe(self, buffer: Buffer, timeout_s: float) -> bytes:
-        """Return all bytes of a small buffer, as read in the sidecar.
+        """Have the sidecar open a small buffer; return all bytes that it reads there.
 
-        Errors as of :meth:`build`.
+        :raises SidecarFailed: it cannot open the buffer.
+        :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after the timeout.
         """
         request = wire.ProbeBuffer(next(self._numbers), buffer.key)
         return (await self._ask(request, timeout_s, wire.Probed, buffer)).seen
 
     async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> None:
-        """Run one operation. Errors as of :meth:`build`."""
+        """Have the sidecar run one operation of its process group; wait for its end.
+
+        :param inputs: memory that it reads; None without any. Sent once, then
+            remembered.
+        :param outputs: memory that it writes; None without any.
+        :raises SidecarFailed: a peer failed, or the arguments do not fit.
+        :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after the timeout.
+        """
         buffers = tuple(buffer for buffer in (inputs, outputs) if buffer is not None)
         first, second = (None if buffer is None else buffer.key for buffer in (inputs, outputs))
         request = wire.RunCollective(next(self._numbers), first, second, spec)
         await self._ask(request, spec.timeout_s, wire.Done, *buffers)
 
     def _failure(self, reply: Any, text: str) -> Exception:
-        """Return the sidecar's error, or one with this text."""
+        """Return (do not raise) the error for ``reply``: a Failed, or not expected.
+
+        :param text: of the error if the reply is not a Failed.
+        """
         return SidecarFailed(reply if isinstance(reply, wire.Failed) else wire.Failed(reply.id, text))
 
     def _answers_ping(self, reply: wire.Reply) -> bool:
-        """Return True for a pong, after passing its traffic to ``on_moved``.
+        """Return True if ``reply`` is a pong; pass its traffic to ``on_moved``.
 
-        Keeps the error of a sidecar that exits as the reason of its end.
+        Of a sidecar that reports an error and exits, keeps the error as the reason.
         """
         if isinstance(reply, wire.Pong):
             if reply.moved is not None and self.on_moved is not None:
@@ -114,7 +135,7 @@ class Sidecar(HelperProcess):
 def _of_this_process(spec: GroupSpec) -> GroupSpec:
     """Return the spec with this process's GPU and NCCL variables, where unset.
 
-    Those of the forkserver may be outdated.
+    The sidecar has inherited those of its forkserver, which may be outdated.
     """
     changes: dict[str, Any] = {}
     if not spec.device and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -69,8 +69,6 @@ def find_peft_model(model: nn.Module) -> Any:
 class Merging:
     """A model of PEFT, as its ``merge_and_unload()`` would return it.
 
-    :param found: the model without wrappers; PEFT's own class replaces its tuned layers
-        by their base layers.
     :ivar base: the model without adapters, not merged, for its names and ties.
     :ivar origins: for the name of each tensor of ``base`` that a merge changes: the
         group of tuned layers to merge, and the name that :meth:`merge` gives it.
@@ -79,7 +77,11 @@ class Merging:
 
     def __init__(self, found: Unwrapped) -> None:
         """Unload PEFT from the copied modules, and find which layers must be merged
-        together; merge nothing."""
+        together; merge nothing.
+
+        :param found: the model without wrappers; PEFT's own class replaces its tuned
+            layers by their base layers.
+        """
         peft_model = found.module
         _check_methods(peft_model, peft_model.active_adapters, MERGED, 'hf(model, adapter="only")')
         self._tuner = peft_model.base_model
@@ -102,8 +104,10 @@ class Merging:
         }
 
     def _groups(self) -> list[tuple[str, ...]]:
-        """Return groups of paths: tuned layers with a tensor in common are in one
-        group."""
+        """Return the paths of all tuned layers, in groups that must be merged together.
+
+        Layers with a tensor in common (tied weights) are in one group.
+        """
         groups: dict[int, list[str]] = {}
         for path in self._layers:
             group = [path]
@@ -115,9 +119,13 @@ class Merging:
         return list(dict.fromkeys(tuple(group) for group in groups.values()))
 
     def merge(self, group: tuple[str, ...], whole: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Merge a group of layers; return the merged tensors by name.
+        """Merge the adapters of a group of layers, on copies; the model stays as it is.
 
-        :param whole: makes a private, gathered copy of a tensor of the model.
+        Return the merged tensors, by their names in the whole model.
+
+        :param group: paths of the layers, one of :attr:`origins`.
+        :param whole: returns a private, gathered copy of a tensor of the model (a
+            collective if it is sharded).
         :raises replicas.errors.UsageError: PEFT cannot merge this adapter.
         """
         holder = nn.Module()
@@ -147,13 +155,18 @@ class Merging:
             ) from error
 
     def merged_names(self, group: tuple[str, ...]) -> list[str]:
-        """Return the names, in the whole model, of the tensors that :meth:`merge`
-        returns for this group, in order."""
+        """Return the names, in the whole model, of the tensors that a merge returns.
+
+        :param group: paths of the merged layers. The order is that of :meth:`merge`.
+        """
         return [f"{path}.{name}" for path in group for name in self.base.get_submodule(path).state_dict(keep_vars=True)]
 
     def key(self, group: tuple[str, ...]) -> object:
-        """Return a key of a group, by which its merged dtypes and shapes can be cached:
-        groups of equal keys have equal ones."""
+        """Return a key by which a group's merged dtypes and shapes can be cached.
+
+        Groups with equal keys have equal ones; it depends on classes, shapes and
+        dtypes.
+        """
         layers = [self._layers[path] for path in group]
         parts = [
             (type(part), *map(_description, part.parameters(recurse=False))) for one in layers for part in one.modules()
@@ -161,13 +174,12 @@ class Merging:
         return parts, [list(getattr(one, "active_adapters", ())) for one in layers]
 
     def tensors(self, group: tuple[str, ...]) -> list[torch.Tensor]:
-        """Return all tensors, each once, of the layers that a merge of this group
-        reads."""
+        """Return the tensors, each once, that a merge of this group of layers reads."""
         found = [tensor for path in group for tensor in self._layers[path].parameters()]
         return list({id(tensor): tensor for tensor in found}.values())
 
     def _tuner_of(self, holder: nn.Module) -> Any:
-        """Return a copy of the model's tuner, PEFT's object that merges, whose model is
+        """Return a copy of PEFT's object that merges (the tuner), for the layers in
         ``holder``."""
         tuner = object.__new__(type(self._tuner))
         tuner.__dict__.update(self._tuner.__dict__, _modules={"model": holder}, _parameters={}, _buffers={})
@@ -193,8 +205,11 @@ def _tuned_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _check_methods(peft_model: Any, adapters: list[str], tested: tuple[str, ...], instead: str) -> None:
-    """Raise UsageError, with the advice to pass ``instead``, for an adapter whose
-    method is not in ``tested``, or that replicates layers."""
+    """Raise UsageError if an adapter's method is not tested, or it replicates layers.
+
+    :param adapters: names. :param tested: methods that are supported.
+    :param instead: the argument of ``hf`` that the error advises to pass.
+    """
     for adapter in adapters:
         if getattr(peft_model.peft_config[adapter], "layer_replication", None):
             text = f"hf: adapter {adapter!r} replicates layers, which is not supported"
@@ -239,7 +254,7 @@ def _check_adapter(peft_model: Any, adapter: str, found: Mapping[str, Any]) -> N
 
 
 def _trained(peft_model: Any, adapter: str) -> set[int]:
-    """Return the ids of an adapter's tensors in the layers that it tunes."""
+    """Return the ids of the tensors that PEFT trains for an adapter in its layers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: list[Any] = [one for one in peft_model.modules() if isinstance(one, BaseTunerLayer)]

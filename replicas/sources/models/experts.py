@@ -51,8 +51,10 @@ def merge_in_slices(layers: Iterable[nn.Module]) -> None:
 
 
 def _wrappers(layer: Any) -> list[Any]:
-    """Return PEFT's wrappers around a layer's parameters, the outermost first; empty if
-    the layer packs no experts."""
+    """Return PEFT's wrappers around the parameters of a layer that packs experts.
+
+    The outermost comes first; empty if ``layer`` packs no experts.
+    """
     from peft.tuners.lora.layer import ParamWrapper
 
     found = []
@@ -63,10 +65,11 @@ def _wrappers(layer: Any) -> list[Any]:
 
 
 def _merge_slice(wrappers: list[Any], first: int, last: int) -> list[Any]:
-    """Merge the adapters of experts ``first`` to ``last`` - 1 into the layer's own
-    parameters.
+    """Merge the adapters of some experts into the layer's own parameters, in place.
 
-    :returns: copies of the wrappers for that slice, which PEFT has marked as merged.
+    Return copies of the wrappers for these experts, which PEFT has marked as merged.
+
+    :param first: number of the first expert. :param last: one more than the last.
     """
     parts: dict[int, torch.Tensor] = {}
     with torch.no_grad():
@@ -91,8 +94,10 @@ def _merge_slice(wrappers: list[Any], first: int, last: int) -> list[Any]:
 
 @functools.cache
 def _slices_are_right() -> bool:
-    """Return True if PEFT merges slices to the same values as the whole, in both
-    layouts of experts. Test that once, on a small layer."""
+    """Return True if the installed PEFT merges slices to the same values as the whole.
+
+    In both layouts of experts; tested once, on a small layer.
+    """
     import peft
 
     for is_transposed in (False, True):

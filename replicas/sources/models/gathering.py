@@ -21,12 +21,13 @@ __all__ = ["WholeTensors"]
 
 
 class WholeTensors:
-    """Context manager: the whole tensors of a plan, gathered on demand and released.
-
-    :param plan: its rows are requested in order.
-    """
+    """Context manager: the whole tensors of a plan, gathered on demand and released."""
 
     def __init__(self, plan: Plan) -> None:
+        """Begin with nothing gathered; count how many rows need each tensor.
+
+        :param plan: its rows are requested in order.
+        """
         self._plan = plan
         self._left = Counter(key for row in plan.rows.values() for key in self._keys(row))
         self._open: dict[object, tuple[contextlib.ExitStack, dict[str, torch.Tensor]]] = {}
@@ -58,15 +59,18 @@ class WholeTensors:
         return row.apply({name: self._whole(name) for name in row.inputs})
 
     def release_after(self, row: Arrangement) -> None:
-        """Release the gathered tensors that no row after this one needs; call it once
-        for each row."""
+        """Free the gathered tensors that no later row needs.
+
+        Call it once for each row.
+        """
         for key in self._keys(row):
             self._left[key] -= 1
             if not self._left[key] and key in self._open:
                 self._open.pop(key)[0].close()
 
     def _keys(self, row: Arrangement) -> dict[object, None]:
-        """Return the keys (:meth:`_key`) of a row's inputs, each once."""
+        """Return the keys, each once, under which a row's inputs are gathered
+        (:meth:`_key`)."""
         return dict.fromkeys(map(self._key, row.inputs))
 
     def _key(self, name: str) -> object:
@@ -87,8 +91,11 @@ class WholeTensors:
         return self._plan.units.get(id(self._plan.state[name]))
 
     def _whole(self, name: str) -> torch.Tensor:
-        """Return the whole tensor of this name; gather or merge its group unless that
-        is done."""
+        """Return the whole tensor of this name, as a part of what its group has
+        gathered.
+
+        The group is gathered or merged first, unless it is (a collective).
+        """
         key = self._key(name)
         if key not in self._open:
             with contextlib.ExitStack() as stack:
@@ -101,8 +108,10 @@ class WholeTensors:
         return self._open[key][1][inner]
 
     def _opened(self, name: str, stack: contextlib.ExitStack) -> dict[str, torch.Tensor]:
-        """Gather or merge all tensors with the key of this name; return them by their
-        names in FSDP1's unit, or by those that the merge gives.
+        """Gather or merge all tensors that have the same key as ``name`` (a
+        collective).
+
+        Return them by their names in FSDP1's unit, or by those that the merge gives.
 
         :param stack: gets the contexts that release the tensors.
         """
@@ -130,8 +139,10 @@ def _clean(name: str) -> str:
 
 
 def _gathered(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager in whose block ZeRO-3's parameters among these are
-    whole."""
+    """Return a context manager in whose block the tensors of ZeRO-3 are whole.
+
+    Entering it is a collective, unless none of these ``tensors`` is sharded by ZeRO-3.
+    """
     sharded = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not sharded:
         return contextlib.nullcontext()
@@ -141,13 +152,18 @@ def _gathered(tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor, detached; a DTensor is gathered, any other tensor shares
-    its memory."""
+    """Return the whole tensor, detached; gather a DTensor (a collective).
+
+    Any other tensor shares its memory with the result.
+    """
     given: Any = tensor.detach()
     return cast("torch.Tensor", given.full_tensor()) if is_dtensor(tensor) else given
 
 
 def _private(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a new whole copy that a merge may write to; a DTensor is gathered."""
+    """Return a new whole copy that a merge may write to.
+
+    Gather a DTensor (a collective).
+    """
     whole = _full(tensor).clone()
     return nn.Parameter(whole, requires_grad=False) if isinstance(tensor, nn.Parameter) else whole

@@ -89,6 +89,7 @@ class _Memo:
     """
 
     def __init__(self) -> None:
+        """Begin without results."""
         self.arrangements: tuple[object, dict[str, Arrangement]] | None = None
         self.places: _Places | None = None
 
@@ -103,12 +104,14 @@ class Planner:
 
     Results that depend on the modules and tensors, or on names, shapes and dtypes
     alone, are cached.
-
-    :param only: plan the adapter alone. :param frozen: False: leave out tensors that
-        are not trained.
     """
 
     def __init__(self, model: nn.Module, *, only: bool, frozen: bool) -> None:
+        """Keep the model; results of the last planner of the same model are reused.
+
+        :param only: plan the adapter alone. :param frozen: False: leave out tensors
+            that are not trained.
+        """
         self._model = model
         self._only = only
         self._frozen = frozen
@@ -120,7 +123,9 @@ class Planner:
 
     def unwrapped_structure(self) -> _Structure:
         """Return the model without wrappers and adapters; cached while it is unchanged.
-        FSDP2 first frees what a forward has gathered.
+
+        Copies its modules, not its tensors. FSDP2 first frees what a forward has
+        gathered.
 
         :raises replicas.errors.UsageError: its adapters are of an unsupported kind.
         """
@@ -143,8 +148,10 @@ class Planner:
         return self._structure
 
     def plan(self) -> Plan:
-        """Return the plan of the model in its current state, from names and shapes
-        alone: nothing is gathered.
+        """Return the plan of the model in its current state; gather nothing.
+
+        It is made of names, dtypes and shapes alone. FSDP2 first frees what a forward
+        has gathered.
 
         :raises replicas.errors.UsageError: the model is of an unsupported kind.
         """
@@ -167,8 +174,11 @@ class Planner:
         return Plan(rows, structure.state, units, structure.merging)
 
     def _known_plan(self) -> Plan | None:
-        """Return the last plan, with the tensors that the model has now; None if its
-        modules, or dtypes, shapes or ties of its tensors, have changed."""
+        """Return the last plan, with the tensors that the model has now.
+
+        Return None if there is none, or if the model's modules, or dtypes, shapes or
+        ties of its tensors, have changed.
+        """
         known, arrangements = self._memo.places, self._memo.arrangements
         if known is None or arrangements is None:
             return None
@@ -183,7 +193,10 @@ class Planner:
         return Plan(self._trained(arrangements[1], state, ()), state, {}, None)
 
     def _remember(self, structure: _Structure) -> None:
-        """Remember where the tensors of this structure are."""
+        """Remember in which modules the tensors are, for :meth:`_known_plan`.
+
+        Forget it if some are elsewhere, as with adapters or FSDP1.
+        """
         self._memo.places = None
         modules = list(self._model.modules())
         places = {id(tensor): place for place, tensor in _places(modules)}
@@ -197,8 +210,10 @@ class Planner:
             )
 
     def _adapter_plan(self, structure: _Structure) -> Plan:
-        """Return the plan of the adapter alone; cached. PEFT is asked once for the same
-        model: it may look for the base model's configuration on the Hub."""
+        """Return the plan of the adapter alone; cached for the same structure.
+
+        PEFT is asked once: it may look for the base model's configuration on the Hub.
+        """
         if self._adapter is None or self._adapter[0] is not structure:
             state = adapter_tensors(structure.peft_model, structure.state)
             forms = {name: _whole_form(tensor) for name, tensor in state.items()}
@@ -224,8 +239,10 @@ class Planner:
         return self._kept[2]
 
     def _rows(self, structure: _Structure) -> dict[str, Arrangement]:
-        """Return how each tensor of the checkpoint is made, by name, without frozen
-        ones if they are left out; cached."""
+        """Return how each tensor of the checkpoint is made, by name; cached.
+
+        Frozen ones are left out if the planner was told so.
+        """
         base, state, merging = structure.base, structure.state, structure.merging
         pretrained = saving.is_pretrained(base)
         names = saving.saved_names(base, state, _ties(state)) if pretrained else list(state)
@@ -244,9 +261,11 @@ class Planner:
     def _trained(
         self, rows: dict[str, Arrangement], state: Mapping[str, torch.Tensor], tuned: Container[str]
     ) -> dict[str, Arrangement]:
-        """Return the rows without those of frozen tensors, if these are left out.
+        """Return ``rows``, without those that only frozen tensors make, if these are
+        left out.
 
-        :param tuned: names of the tensors that adapters change.
+        :param state: the tensors in memory. :param tuned: names of those that adapters
+            change, which count as trained.
         """
         if self._frozen:
             return rows
@@ -255,8 +274,10 @@ class Planner:
 
 
 def _merged_forms(merging: Merging) -> dict[str, Form]:
-    """Return dtypes and shapes of merged tensors, from one merge of zeros per kind of
-    layer."""
+    """Return dtype and shape of each tensor that a merge changes, by name.
+
+    Merges zeros once for each kind of layer, and no tensor of the model.
+    """
     found: dict[str, Form] = {}
     alike: list[tuple[object, list[Form]]] = []
     for group in dict.fromkeys(group for group, _ in merging.origins.values()):
@@ -270,8 +291,11 @@ def _merged_forms(merging: Merging) -> dict[str, Form]:
 
 
 def _reshard(modules: Iterable[nn.Module]) -> None:
-    """Let FSDP2 free the parameters that a forward has gathered, as ``state_dict()``
-    does: the outermost ones, which may have been cast."""
+    """Have FSDP2 free the parameters that a forward has gathered, as ``state_dict()``
+    does.
+
+    They may have been cast. Other modules are left alone.
+    """
     fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in modules if fsdp is not None else ():
         if isinstance(module, fsdp):
@@ -301,8 +325,11 @@ def _places(modules: list[nn.Module]) -> Iterator[tuple[_Place, torch.Tensor | N
 
 
 def _form_of_all(modules: list[nn.Module]) -> list[object]:
-    """Return a list that is equal for modules of the same kinds and names whose tensors
-    have the same forms, and are tied alike."""
+    """Return a list to compare: equal for models of the same form.
+
+    They have modules of the same kinds and names, and tensors of the same dtypes and
+    shapes that are tied alike.
+    """
     first: dict[object, int] = {}
     found: list[object] = []
     for module in modules:
@@ -318,7 +345,7 @@ def _form_of_all(modules: list[nn.Module]) -> list[object]:
 
 
 def _whole_form(tensor: torch.Tensor) -> Form:
-    """Return dtype and shape of the whole tensor, of which this rank may have a
+    """Return dtype, shape and strides of the whole tensor, of which this may be a
     shard."""
     if is_whole(tensor):
         return Form.of(tensor)
@@ -336,13 +363,15 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name, without other state of a
-    module."""
+    """Return parameters and persistent buffers by name, not detached.
+
+    Other state of a module, which is not a tensor, is left out.
+    """
     return {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
 
 
 def _ties(state: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """Return the lists of names that share one tensor, two or more in each."""
+    """Return the lists of names that share one tensor, each of two names or more."""
     names: dict[object, list[str]] = defaultdict(list)
     for name, tensor in state.items():
         names[memory_of(tensor)].append(name)

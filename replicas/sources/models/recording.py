@@ -54,7 +54,8 @@ class Form:
         return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def meta(self) -> torch.Tensor:
-        """Return a new meta tensor of this form."""
+        """Return a new meta tensor (without memory) of this dtype, shape and
+        strides."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
@@ -106,20 +107,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     """Records the operations of torch in the block, by the tensors that they return."""
 
     def __init__(self) -> None:
+        """Begin without steps; recording begins with the ``with`` block."""
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self.steps: dict[int, _Step | str] = {}
         """The step that made each tensor, by its id; a text is the name of an input."""
         self._alive: list[object] = []
 
     def name(self, tensor: torch.Tensor, step: _Step | str) -> None:
-        """Record the step that made a tensor, unless it has one, and keep the tensor
-        alive."""
+        """Record ``step`` as what made a tensor, unless a step is recorded.
+
+        The tensor is kept alive, as its id is unique only while it lives.
+
+        :param step: an operation, or the name of an input.
+        """
         self.steps.setdefault(id(tensor), step)
         self._alive.append(tensor)  # its id is unique only while it lives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, record it and return its result. Raises UsageError if the
-        operation writes in place."""
+        """Run an operation of torch, record it and return its result; torch calls it.
+
+        :raises replicas.errors.UsageError: the operation writes in place.
+        """
         # a replay runs on the device of its tensors
         options = {name: one for name, one in (kwargs or {}).items() if name != "device" or str(one) != "meta"}
         if func._schema.is_mutable:
@@ -138,8 +146,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return found
 
     def _taken(self, tensor: torch.Tensor) -> object:
-        """Return what stands for a step's argument: a reference to the step that made
-        it, or the tensor itself, a constant. Raises UsageError for a meta constant."""
+        """Return what replaces a tensor in the recorded arguments of a step.
+
+        It is a reference to the step that made the tensor, or a constant: the tensor
+        itself.
+
+        :raises replicas.errors.UsageError: the constant is a meta tensor, without
+            values.
+        """
         if id(tensor) in self.steps:
             return _StepResult(self.steps[id(tensor)])
         if tensor.is_meta:  # e.g. made of a list of indices, whose values are lost
@@ -190,10 +204,11 @@ def _raise_not_made(name: str) -> Arrangement:
 def _arranged(
     step: _Step | str, metas: Mapping[str, torch.Tensor], storages: Mapping[int, str], known: dict[int, Any]
 ) -> Arrangement:
-    """Return the arrangement of a step's result: the step is replayed on ``metas``.
+    """Return how a step's result is made: as a view of one input, or by replayed steps.
 
+    :param metas: the inputs by name, meta tensors on which the step is replayed.
     :param storages: names of the inputs by their storage.
-    :param known: as for :func:`_replayed`.
+    :param known: results so far by operation; new ones are added.
     :raises replicas.errors.UsageError: the result is not made of the given tensors.
     """
     inputs = tuple(dict.fromkeys(_inputs(step)))
@@ -214,8 +229,11 @@ def _arranged(
 
 
 def _inputs(step: _Step | str) -> list[str]:
-    """Return the names of the given tensors that a step leads back to, with
-    repetitions."""
+    """Return the names of the inputs from which a step's result is made, maybe
+    repeated.
+
+    :param step: an operation, or the name of an input itself.
+    """
     if isinstance(step, str):
         return [step]
     found: list[str] = []
@@ -224,8 +242,12 @@ def _inputs(step: _Step | str) -> list[str]:
 
 
 def _replayed(step: _Step | str, tensors: Mapping[str, torch.Tensor], known: dict[int, Any]) -> Any:
-    """Return the result of a step, replayed with the steps before it on these tensors.
+    """Run a recorded step, and the steps before it, on other tensors.
 
+    Return its result.
+
+    :param step: an operation, or the name of an input.
+    :param tensors: the inputs by name.
     :param known: results so far by operation; new ones are added.
     """
     if isinstance(step, str):

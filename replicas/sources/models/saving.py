@@ -54,9 +54,13 @@ def check(model: Any, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _names_of_class(model: Any) -> set[str]:
-    """Return the names of the tensors that the model's class makes from its
-    configuration; if the class needs more arguments, those of its nearest base class
-    that does not."""
+    """Return the names of the tensors that a model of this configuration should have.
+
+    Its class is made on the meta device; if the class needs more arguments, its nearest
+    base class that does not.
+
+    :raises replicas.errors.UsageError: no class can be made so.
+    """
     import transformers
 
     failed: Exception | None = None
@@ -76,9 +80,12 @@ def _names_of_class(model: Any) -> set[str]:
 
 
 def saved_names(model: Any, state: Mapping[str, torch.Tensor], tied: Iterable[list[str]]) -> list[str]:
-    """Return the names, in memory, of the tensors that ``save_pretrained`` would write,
-    in order: one name of each shared tensor, without names that the class ignores.
+    """Return the names, in memory, of the tensors that ``save_pretrained`` would write.
 
+    They come in order: one name of each shared tensor, without names that the class
+    ignores.
+
+    :param model: without wrappers. :param state: its ``state_dict``.
     :param tied: lists of names, each of one shared tensor.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -96,8 +103,9 @@ def saved_names(model: Any, state: Mapping[str, torch.Tensor], tied: Iterable[li
 def arrangements(model: Any, forms: Mapping[str, Form]) -> dict[str, Arrangement]:
     """Return how each tensor of the checkpoint, by name, is made of those in memory.
 
-    transformers' conversion runs once, on meta tensors of these forms.
+    transformers' conversion runs once, on meta tensors.
 
+    :param model: without wrappers. :param forms: dtypes and shapes in memory, by name.
     :raises replicas.errors.UsageError: transformers cannot convert, or is too old.
     """
     try:
@@ -115,10 +123,13 @@ def arrangements(model: Any, forms: Mapping[str, Form]) -> dict[str, Arrangement
 
 
 def _check_names(rows: Mapping[str, Arrangement], forms: Mapping[str, Form]) -> None:
-    """Refuse a name that is a part of a pattern, as transformers 5.19 gives to the
-    experts of a dequantised gpt-oss, and a tensor that another of the same name has
-    replaced.
+    """Check the names that transformers gives to the tensors of a checkpoint.
 
+    It may give a part of a pattern (5.19 does, to the experts of a dequantised
+    gpt-oss), or one name to two tensors.
+
+    :param rows: how each is made. :param forms: the tensors in memory, all of them
+        used.
     :raises ValueError: the text names the tensor.
     """
     pattern = next((name for name in rows if set(name) & set("$^*+?()[]|\\")), None)
@@ -130,8 +141,11 @@ def _check_names(rows: Mapping[str, Arrangement], forms: Mapping[str, Form]) -> 
 
 
 def kept_names(model: Any, names: Iterable[str], dtype: torch.dtype) -> set[str]:
-    """Return the names of tensors in memory that a cast to ``dtype`` leaves in
-    float32."""
+    """Return those of ``names`` that transformers leaves in float32 in a cast to
+    ``dtype``.
+
+    :param names: of tensors in memory.
+    """
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(dtype)

@@ -86,21 +86,24 @@ def copy_modules(module: nn.Module, tensor: Callable[[torch.Tensor], torch.Tenso
 
 
 class _Copier:
-    """Copies one module tree; shared modules and tied tensors stay shared.
-
-    :param found: gets the origins and units.
-    :param tensor: makes the copy of a tensor.
-    """
+    """Copies one module tree; shared modules and tied tensors stay shared."""
 
     def __init__(self, found: Unwrapped, tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Begin with nothing copied.
+
+        :param found: gets the origins and units.
+        :param tensor: makes the copy of a tensor.
+        """
         self._found = found
         self._tensor = tensor
         self._modules: dict[int, nn.Module] = {}
         self._tensors: dict[object, torch.Tensor] = {}
 
     def copy(self, module: nn.Module) -> nn.Module:
-        """Return the copy of a module without its wrappers; the same copy for a
-        repeated call."""
+        """Return the copy of a module without its wrappers.
+
+        Make it with all below it, once.
+        """
         inner = _wrapped(module)
         if inner is not None:
             made = self.copy(inner)
@@ -114,8 +117,10 @@ class _Copier:
         return self._modules[id(module)]
 
     def _fill(self, made: nn.Module, module: nn.Module) -> None:
-        """Fill the copy with the module's attributes, except hooks, and with copies of
-        its tensors and submodules."""
+        """Give the copy ``made`` the attributes of ``module``, except hooks.
+
+        Its tensors and submodules are copied, too.
+        """
         for name, value in module.__dict__.items():
             # what a method of the copy adds to a container must not change the model's
             made.__dict__[name] = value.copy() if type(value) in _CONTAINERS else value
@@ -130,7 +135,7 @@ class _Copier:
         )
 
     def _copy_tensor(self, value: Any) -> Any:
-        """Return the copy of a tensor, the same one for all tied tensors; None for
+        """Return the copy of a tensor, the same one for all tied tensors; None if given
         None."""
         if value is None:
             return None
@@ -172,7 +177,7 @@ def memory_of(tensor: torch.Tensor) -> object:
 
 
 def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace the parameter of this dotted name in a module."""
+    """Replace the parameter of a dotted ``name`` below ``module``."""
     path, _, last = name.rpartition(".")
     module.get_submodule(path)._parameters[last] = parameter
 
@@ -187,6 +192,6 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 
 def _own_class(kind: type) -> type:
-    """Return the class itself, or the original one from which FSDP2 derived it."""
+    """Return the class ``kind`` itself, or the original from which FSDP2 derived it."""
     fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind if fsdp is None else next(base for base in kind.__mro__ if not issubclass(base, fsdp))

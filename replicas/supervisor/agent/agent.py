@@ -59,7 +59,7 @@ from replicas.supervisor.wire.orders import plain
 log = Log("replicas.agent")
 
 AGAIN = Backoff(0.05, 1.0)
-_UNREACHED = "the supervisor could not be reached"
+_UNREACHED = "the supervisor cannot be reached"
 REJOIN_S = 60.0
 """How long an agent without processes tries to rejoin after its lease is over."""
 JOIN_S = 300.0
@@ -174,16 +174,19 @@ class Agent:
         return self._code
 
     def _end(self, reason: str, code: int = 0) -> None:
-        """Note the reason and the exit code, and let :meth:`run` end all processes."""
+        """Note reason and exit code, once, and let :meth:`run` end all processes."""
         if not self._tenancy.ended:
             self._tenancy.step("end")
             self._reason, self._code = reason, code
             self._stop.set()
 
     async def _end_everything(self) -> None:
-        """End all processes, and wait until none is left."""
+        """End all processes of this node and its forkservers; wait until none is left.
+
+        SIGTERM first, SIGKILL 2 s later; shims that are then still there are killed.
+        """
         self._shims.stop_all(_GRACE_S)
-        with say_if_slow(log.warning, f"node {self.node}: waiting up to {_KILL_S:g} s for its processes to end"):
+        with say_if_slow(log.warning, f"node {self.node}: waiting up to {_KILL_S:g} s for its replicas to end"):
             await is_set_within(self._shims.empty, _KILL_S)
         self._shims.kill_all()
         await self._shims.empty.wait()  # sweeps go on until unkillable processes are gone
@@ -192,9 +195,9 @@ class Agent:
     # ------------------------------------------------------------ time
 
     async def _watch(self) -> None:
-        """Ping the shims, send beats, and end everything when the lease is over.
+        """Ping the shims and send a beat each second; end all after the lease.
 
-        Return when the agent is to end.
+        Return when the agent must end.
         """
         while not self._tenancy.ended:
             now = self._loop.time()
@@ -204,7 +207,7 @@ class Agent:
                     return
                 await self._end_with_lease()
             if self._welcome is None and not self._wanted():
-                self._end("the supervisor that started it is gone", 1)
+                self._end("the supervisor that started this agent is gone", 1)
                 return
             self._shims.check_shims(now, self._tenancy.until)
             self._token.write_if_changed()
@@ -214,8 +217,8 @@ class Agent:
             await asyncio.sleep(BEAT_S if until is None else max(0.01, min(BEAT_S, until - now)))
 
     async def _end_with_lease(self) -> None:
-        """End all replicas, as they may start elsewhere; then offer the node again."""
-        log.warning("node %s: ending all its replicas: %s within the lease", self.node, _UNREACHED)
+        """End all replicas, as they may start elsewhere; wait, then allow to rejoin."""
+        log.warning("node %s: ending all its replicas: %s within the time allowed (lease)", self.node, _UNREACHED)
         self._tenancy.step("lease_over")
         self._lease_ended_at = self._loop.time()
         self._may_join.clear()
@@ -228,7 +231,11 @@ class Agent:
     # ------------------------------------------------------------ the connection
 
     async def _serve(self) -> None:
-        """Dial the supervisor, again after each disconnection, until the agent ends."""
+        """Dial the supervisor and obey it, again after each disconnection, to the end.
+
+        :raises replicas.errors.WorldError: the supervisor refuses this node for good,
+            or none accepted it within 5 minutes.
+        """
         failures, tell_at, problem = 0, self._loop.time() + WAIT_S, ""
         give_up_at = self._loop.time() + JOIN_S
         while not self._tenancy.ended:
@@ -253,13 +260,13 @@ class Agent:
                 except _Refused as error:
                     raise errors.WorldError(str(error)) from None
                 except (ConnectionClosed, TimeoutError, OSError) as error:
-                    problem = str(error) or "the supervisor is silent"
+                    problem = str(error) or "the supervisor does not answer"
                 finally:
                     await link.close()
                 self._disconnected()
             now = self._loop.time()
             if self._welcome is None and now > give_up_at:
-                raise errors.WorldError(f"no supervisor took this node within {JOIN_S:g} s: {problem}")
+                raise errors.WorldError(f"this node could not join a run within {JOIN_S:g} s: {problem}")
             if self._welcome is not before:
                 tell_at = now + WAIT_S
             if now > tell_at and not self._tenancy.ended:
@@ -273,16 +280,17 @@ class Agent:
     def _is_final(self, error: InvalidStatus | errors.UsageError) -> bool:
         """Return True if the refusal is permanent: no supervisor counts on this node.
 
-        While replicas run here, another program may have the port for a moment; only
-        the lease decides then.
+        Return False while replicas run here: another program may have the port for a
+        moment, and only the lease ends the agent then.
         """
         refused = isinstance(error, errors.UsageError) or error.response.status_code in (401, 403)
         return refused and not self._tenancy.serves
 
     def _should_give_up(self, error: Exception) -> bool:
-        """Return True if this empty node should stop waiting for a supervisor.
+        """Return True if this node, without processes, should stop dialling.
 
-        A refused connection means that the machine runs and its supervisor does not.
+        :param error: of the last try; a refused connection means that the machine runs
+            and its supervisor does not.
         """
         if not self._shims.empty.is_set() or self._tenancy.state not in ("leaving", "ending", "rejoining"):
             return False
@@ -293,7 +301,7 @@ class Agent:
     def _disconnected(self) -> None:
         """End an agent without a lease, or limit its life to ``adopt_s`` from now.
 
-        An agent with a lease continues; so does one that has not joined.
+        An agent with a lease continues; so does an agent that has not joined.
         """
         if self._welcome is None or self._tenancy.leased or not self._tenancy.serves:
             return
@@ -303,16 +311,17 @@ class Agent:
             self._tenancy.limit_without_supervisor(self._loop.time(), self._welcome.adopt_s)
 
     def _is_stale(self, began_after: float | None) -> bool:
-        """Return True if messages of this connection are for ended processes.
+        """Return True if this connection's messages concern processes that were ended.
 
-        :param began_after: when the last lease before this connection had ended.
+        :param began_after: loop time of the last lease's end when it was dialled, or
+            None.
         """
         return self._tenancy.ended or self._lease_ended_at != began_after
 
     async def _converse(self, link: SupervisorLink, began_after: float | None) -> None:
         """Send Hello, and obey orders until the connection ends or is stale.
 
-        :param began_after: when the last lease before this connection had ended, or
+        :param began_after: loop time of the last lease's end when it was dialled, or
             None.
         :raises _Refused: the supervisor rejects this agent for good.
         :raises TimeoutError: the supervisor is silent, or asks to try again.
@@ -334,7 +343,7 @@ class Agent:
                 raise TimeoutError(answer.message)
             raise _Refused(answer.message)
         if not isinstance(answer, wire.Welcome):
-            raise _Refused(f"the supervisor answered {type(answer).__name__} to a Hello")
+            raise _Refused(f"the supervisor answered the join with an unexpected message ({type(answer).__name__})")
         before, self._welcome = self._welcome, answer
         self._tenancy.step("welcome")
         if before is None or before.supervisor != answer.supervisor:
@@ -354,14 +363,14 @@ class Agent:
                 try:
                     order = _order(data)
                 except _Refused as error:
-                    log.error("ignoring an order: %s", error)
+                    log.error("ignoring an order of the supervisor that cannot be read: %s", error)
                 else:
                     self._obey(order)
         finally:
             await cancelled(writer)
 
     def _apply_welcome(self, welcome: wire.Welcome, asked_at: float) -> None:
-        """Use the lease and token of a Welcome. ``asked_at``: when Hello was sent."""
+        """Use a Welcome's lease (from the Hello at ``asked_at`` on) and token."""
         before = self._tenancy.until
         self._tenancy.granted(welcome.lease_s, asked_at)
         self._shims.lease_until = self._tenancy.until  # for shims that start before the next tick
@@ -393,12 +402,12 @@ class Agent:
                 await link.send(wire.encode(message))
 
     def _send(self, message: wire.AgentMessage) -> None:
-        """Queue a message for the supervisor. Never waits."""
+        """Queue a message for :meth:`_write`, to the supervisor. Never waits."""
         self._outbox.append(message)
         self._news.set()
 
     def _obey(self, order: wire.Order) -> None:
-        """Carry out an order; slow ones run in a task, and those for shims there."""
+        """Carry out an order, in a task if it is slow; pass orders for shims on."""
         match order:
             case wire.Heard(number):
                 before = self._tenancy.until
@@ -412,20 +421,20 @@ class Agent:
             case wire.Clean() | wire.LogQuery() | wire.Examine():
                 self._long.start_order(order)
             case wire.Welcome() | wire.Refused():
-                log.error("ignoring an unexpected %s of the supervisor", type(order).__name__)
+                log.error("ignoring an unexpected message (%s) of the supervisor", type(order).__name__)
             case _:
                 self._shims.obey(order)
 
 
 def _order(data: str | bytes) -> wire.Order:
-    """Decode an order. Raises _Refused if the order is not valid."""
+    """Decode an order. Raise _Refused if the data is not a valid order."""
     try:
         return wire.decode_order(data if isinstance(data, bytes) else data.encode())
     except msgspec.DecodeError as error:
-        raise _Refused(f"the supervisor speaks another protocol: {error}") from None
+        raise _Refused(f"the supervisor speaks another protocol, of another release ({error})") from None
 
 
 def _refusal(error: InvalidStatus) -> str:
-    """Return the supervisor's HTTP refusal in words."""
+    """Return the supervisor's HTTP refusal of the connection as a text."""
     body = bytes(error.response.body or b"").decode(errors="replace")[:200]
     return f"the supervisor refuses this node ({error.response.status_code}): {body}"

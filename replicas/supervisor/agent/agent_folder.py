@@ -43,9 +43,10 @@ class AgentFolder(LockedFolder):
         self._said_at = -math.inf
 
     def acquire(self) -> str:
-        """Lock the folder, end a dead agent's processes, and return the identity.
+        """Lock the folder, end a dead agent's processes, and return its identity.
 
-        Blocks up to about 15 s; longer while shims of a dead agent do not die.
+        Make the folder if needed. Blocks up to about 15 s; longer while shims of a dead
+        agent do not die.
 
         :raises replicas.errors.UsageError: another agent has it, or it is unusable.
         :raises replicas.errors.WorldError: those shims have not died within 5 minutes.
@@ -59,8 +60,11 @@ class AgentFolder(LockedFolder):
         return identity
 
     def _free(self, lock: int) -> None:
-        """Kill the shims of a dead agent that hold the lock.
+        """Send SIGKILL to shims of a dead agent that hold the lock. Do not wait.
 
+        The caller repeats this while the lock is held.
+
+        :param lock: descriptor of the lock file, which may get the lock here.
         :raises replicas.errors.UsageError: a living agent, or a process that is not
             visible from here, holds it.
         """
@@ -71,22 +75,33 @@ class AgentFolder(LockedFolder):
             raise self._taken(Owner())
         if orphans and time.monotonic() - self._said_at > _SAY_INTERVAL_S:
             self._said_at = time.monotonic()
-            log.warning("killing shims of an earlier agent that lock the state folder: %s", orphans)
+            log.warning("killing processes of an earlier agent (shims) that still lock the state folder: %s", orphans)
         Sweep(finder(lambda: orphans, leftovers.is_orphan)).kill_once()
 
     def _taken(self, owner: Owner) -> errors.ReplicasError:
-        """Return the error for a folder that a living agent has locked."""
-        return errors.UsageError(f"another agent uses the state folder {self.path}", hint=self.elsewhere)
+        """Return the error for a folder that a living agent has locked.
+
+        :param owner: unused here: an agent's folder does not name its owner.
+        """
+        return errors.UsageError(f"another agent uses the state folder {self.path} already", hint=self.elsewhere)
 
     def _not_dying(self, owner: Owner, holders: list[int]) -> errors.ReplicasError:
-        """Return the error for a dead agent's processes that survive SIGKILL."""
+        """Return the error for a dead agent's processes that survive SIGKILL.
+
+        :param owner: unused here.
+        :param holders: pids of those processes, which hold the lock.
+        """
         return errors.WorldError(
             f"processes of an earlier agent in {self.path} do not die: {', '.join(map(str, holders))}",
-            hint="see what they wait for; restart the machine, or name another folder with --state-dir",
+            hint="restart the machine, or name another folder with --state-dir",
         )
 
     def release(self, *, failed: bool = False) -> None:
-        """Unlock the folder; remove it if it was made for a start that ``failed``."""
+        """Remove the token file, and unlock the folder.
+
+        :param failed: the agent's start failed: remove the folder too if
+            :meth:`acquire` made it and no log is in it.
+        """
         if failed and self._made and not any((self.path / "logs").glob("*")):
             private.remove_tree(self.path)
         with contextlib.suppress(OSError):  # e.g. the disk is read-only by now; the next agent replaces the token

@@ -62,20 +62,25 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, logs: LogsConfig, *, replicas: int, ranks: int) -> Self:
-        """Return the demand of this number of replicas and ranks on one machine."""
+        """Return the demand (processes, bytes of logs) of replicas on one machine.
+
+        :param logs: how large logs may grow, and how many generations of them are kept.
+        :param replicas: how many; each has one shim here.
+        :param ranks: how many, in all of them.
+        """
         each = logs.keep_generations * (logs.keep + 1) * logs.max_nbytes
         return cls(processes=replicas + ranks, log_nbytes=2 * ranks * each)  # of this run and the previous one
 
     @classmethod
     def of_all(cls, config: Config) -> Self:
-        """Return the demand of a run whose replicas are all on this machine."""
+        """Return the demand (processes, bytes of logs) if all groups run here."""
         groups = config.groups.values()
         ranks = sum(group.replicas * group.world_size for group in groups)
         return cls.of(config.logs, replicas=sum(group.replicas for group in groups), ranks=ranks)
 
 
 def family(*roots: int) -> frozenset[int]:
-    """Return these processes and their descendants; skip 0."""
+    """Return these processes and all of their descendants, by pid; skip pid 0."""
     return frozenset(pid for root in roots if root for pid in (root, *descendants(root)))
 
 
@@ -84,20 +89,24 @@ def examine_node(state_dir: Path, supervisor: int, demand: Demand) -> tuple[Find
 
     :param state_dir: the agent's state folder.
     :param supervisor: pid of the supervisor; 0 if it is on another machine.
+    :param demand: the needs of the run on this machine.
     """
     try:
         return tuple(examine_machine(inspect_machine(), state_dir, family(os.getpid(), supervisor), demand))
     except OSError as error:
-        text = f"its machine cannot be examined: {error}"
-        return (Finding("node", "problem", text, "correct that, or run `replicas doctor` there"),)
+        text = f"this node's machine cannot be examined: {error}"
+        return (Finding("node", "problem", text, "make that possible, or run `replicas doctor` there"),)
 
 
 def examine_machine(
     machine: Machine, state_dir: Path | None, ours: Collection[int], demand: Demand
 ) -> Iterator[Finding]:
-    """Yield the findings of all checks that need no config.
+    """Yield the findings of all checks that need no config. Change nothing.
 
-    :param ours: processes of the run; empty if it does not run.
+    :param state_dir: a state folder, searched for leftovers and free space; None for
+        none.
+    :param ours: pids of the run's processes; empty if it does not run.
+    :param demand: the needs of the run on this machine.
     """
     if state_dir is not None:
         yield from _leftovers(state_dir, ours)
@@ -108,12 +117,15 @@ def examine_machine(
 
 
 def _leftovers(state_dir: Path, ours: Collection[int]) -> Iterator[Finding]:
-    """Yield a problem for each living process of a dead run in this folder."""
+    """Yield a problem for each living process of a dead run in this folder, or an ok.
+
+    :param ours: pids of the living run, which are left out.
+    """
     found = leftovers.find(RunState(state_dir / "state.json").peek(), identity_of(state_dir))
-    remedy = "the next start of this run kills it"
+    remedy = "none needed: the next start of this run kills this process"
     if ours:
         found = [one for one in found if one.pid not in ours]  # a run without a state file finds itself
-        remedy = "it is of an earlier supervisor or agent of this run; end it by hand"
+        remedy = "end this process by hand: an earlier supervisor or agent of this run has left it"
     for one in found:
         whose = f" of {one.group}/{one.replica}, generation {one.generation}" if one.group else ""
         text = f"process {one.pid}{whose} (found by its {one.how}): {one.command}"
@@ -123,7 +135,10 @@ def _leftovers(state_dir: Path, ours: Collection[int]) -> Iterator[Finding]:
 
 
 def _gpus(machine: Machine, ours: Collection[int]) -> Iterator[Finding]:
-    """Yield findings on the GPUs and the processes that use them."""
+    """Yield findings on the GPUs and the processes that use them. Blocks up to 5 s.
+
+    :param ours: pids of this run, whose use of a GPU is ok.
+    """
     if not machine.gpus:
         yield Finding("gpus", "ok", f"none ({machine.gpus_from or 'no driver'})")
         return
@@ -135,12 +150,16 @@ def _gpus(machine: Machine, ours: Collection[int]) -> Iterator[Finding]:
         return
     for pid, gpu, used, command in holders:
         whose = "this run's" if pid in ours else "not of this run"
-        text = f"{used} MiB on {gpu}: process {pid}, {whose}: {command}"
+        text = f"{used} MiB on {gpu} are held by process {pid} ({whose}): {command}"
         yield Finding("gpus", "ok" if pid in ours else "note", text)
 
 
 def _limits(machine: Machine, demand: Demand) -> Iterator[Finding]:
-    """Yield findings on limits of files and processes, and on kernel features."""
+    """Yield findings on limits of files and processes, and on kernel features.
+
+    :param demand: the needs of the run on this machine, for the limits that must
+        suffice.
+    """
     many = demand.processes
     yield _limit("open files", resource.RLIMIT_NOFILE, _FILES_BASE + _FILES_EACH * many, "-n")
     yield _limit("processes", resource.RLIMIT_NPROC, _PROCESSES_EACH * many, "-u")
@@ -155,7 +174,7 @@ def _limits(machine: Machine, demand: Demand) -> Iterator[Finding]:
     try:
         yield Finding("limits", "ok", f"control groups can be made in {cgroups.find_own()}")
     except OSError as error:
-        text = f"no control groups: {error.strerror}; processes of a replica are found by descent and by its mark"
+        text = f"control groups cannot be made ({error.strerror}); processes of a replica are found by other means"
         yield Finding("limits", "note", text)
     if machine.limits_refused:
         yield Finding("limits", "note", f"memory and max_processes cannot be enforced: {machine.limits_refused}")
@@ -165,7 +184,13 @@ def _limits(machine: Machine, demand: Demand) -> Iterator[Finding]:
 
 
 def _limit(name: str, which: int, needed: int, option: str) -> Finding:
-    """Return whether a resource limit suffices. ``option``: of ``ulimit``."""
+    """Check a resource limit of this process, and return the finding.
+
+    :param name: of the resource, for people.
+    :param which: its number, one of ``resource.RLIMIT_*``.
+    :param needed: the soft limit that suffices.
+    :param option: of ``ulimit``, for the remedy.
+    """
     soft, hard = resource.getrlimit(which)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         many = "any number of" if soft == resource.RLIM_INFINITY else str(soft)
@@ -185,7 +210,10 @@ def _available_nbytes() -> int:
 
 
 def _disk(state_dir: Path, demand: Demand) -> Iterator[Finding]:
-    """Yield findings on the space for logs where the state folder is or will be."""
+    """Yield findings on the space for logs where the state folder is or will be.
+
+    :param demand: has the most bytes that the run's logs may take.
+    """
     folder = next(path for path in (state_dir, *state_dir.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):

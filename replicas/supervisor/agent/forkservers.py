@@ -34,11 +34,13 @@ class Forkservers:
         self._kept: dict[frozenset[tuple[str, str]], KeptForkserver] = {}
 
     def address(self, environment: Mapping[str, str], *, ahead: bool) -> str:
-        """Return the address of the forkserver for ranks with this environment.
+        """Return the socket address of the forkserver for ranks with this environment.
 
-        The first call for such an environment binds the address.
+        Ranks connect there to have helper processes (sidecars) forked. The first call
+        for such an environment binds the address.
 
-        :param ahead: start the forkserver now, unless it runs; else at a connection.
+        :param ahead: start the forkserver now, unless it runs; else at the first
+            connection.
         :raises OSError: the socket cannot be bound.
         """
         own = lasting(environment)
@@ -52,7 +54,7 @@ class Forkservers:
         return self._kept[key].address
 
     def retain(self, addresses: Collection[str]) -> None:
-        """Kill the forkservers with other addresses."""
+        """SIGKILL and forget the forkservers with addresses other than these."""
         for key, one in list(self._kept.items()):
             if one.address not in addresses:
                 self._kept.pop(key).kill()
@@ -62,5 +64,9 @@ class Forkservers:
         await asyncio.gather(*(one.aclose() for one in self._kept.values()))
 
     def _given_up(self, key: frozenset[tuple[str, str]], reason: str) -> None:
-        """Forget a forkserver, and report its address and the reason."""
+        """Forget a forkserver that does not run, and call ``broken`` with its address.
+
+        :param key: the environment variables by which it is kept.
+        :param reason: why it was given up, for people.
+        """
         self._broken(self._kept.pop(key).address, reason)

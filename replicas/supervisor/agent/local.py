@@ -35,7 +35,10 @@ CONNECTING: dict[str, Any] = {"open_timeout": 5.0, "max_size": 8 << 20}
 
 
 async def dial_run(path: Path) -> tuple[SupervisorLink, str]:
-    """Connect to the run's Unix socket. Return the connection, and "" as address."""
+    """Connect to the run's Unix socket. Return the connection, and "" as address.
+
+    :raises OSError: the socket cannot be reached.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
@@ -48,7 +51,10 @@ async def dial_run(path: Path) -> tuple[SupervisorLink, str]:
 
 
 async def _run(options: argparse.Namespace) -> int:
-    """Run the agent, then remove a dead supervisor's socket. Return the exit code."""
+    """Run the agent until its end, and return its exit code.
+
+    At the end, remove the Unix socket if its supervisor is dead.
+    """
     groups = RunCgroups(options.run, options.cgroup, limited=options.limited)
     agent = Agent(
         options.node,
@@ -64,7 +70,12 @@ async def _run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the agent of the supervisor's machine. Return its exit code."""
+    """Run the agent of the supervisor's machine as this process, to its end.
+
+    Ignores the signals that end a session. Return the exit code.
+
+    :param arguments: of the command line; default: those of this process.
+    """
     parser = argparse.ArgumentParser(prog="replicas.supervisor.agent.local", description="started by the supervisor")
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--node", required=True, help="name of this machine as a node")

@@ -31,7 +31,10 @@ class _Reader:
         """Lines that did not fit into the previous reply."""
 
     def reply(self, number: int) -> LogReply:
-        """Remove the waiting lines that fit into one reply, and return the reply."""
+        """Take as many waiting lines as fit into one reply, and return the reply.
+
+        :param number: of the reader, which the reply carries.
+        """
         body = bytearray()
         while self.waiting and len(body) < REPLY_NBYTES:
             line = msgspec.json.encode(self.waiting[0])
@@ -52,8 +55,9 @@ class NodeLogReaders:
     async def answer(self, query: LogQuery) -> LogReply:
         """Return the lines that a reader has not had yet, as JSON Lines, or an error.
 
-        The first query opens the files. A reader that is done asks until a reply is
-        empty.
+        The first query of a reader opens the files; files are read in a thread. A query
+        without a selection says that the reader is done: it gets its last lines, over
+        one or more queries, and is forgotten when none are left.
         """
         reader = self._readers.get(query.number)
         if reader is None and query.selection is None:
@@ -75,7 +79,10 @@ class NodeLogReaders:
         return reply
 
     def _open(self, query: LogQuery) -> _Reader:
-        """Create the reader of a query; drop the oldest if there are too many."""
+        """Create and keep the reader of a query; drop the oldest if there are too many.
+
+        :raises msgspec.ValidationError: the selection is malformed.
+        """
         while len(self._readers) >= _READERS_MAX:  # drop the oldest: it may have gone without a last request
             self._readers.pop(next(iter(self._readers))).follower.close()
         selection = msgspec.convert(query.selection, Selection)

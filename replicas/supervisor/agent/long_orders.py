@@ -38,11 +38,11 @@ class LongOrders:
         self.tasks: set[asyncio.Task[None]] = set()
 
     def start_order(self, order: wire.Clean | wire.Query) -> None:
-        """Start a task that carries out an order and sends the reply."""
+        """Start a task that carries out an order and sends the reply. Does not wait."""
         keep_until_done(asyncio.create_task(self._carry_out(order)), self.tasks)
 
     async def _carry_out(self, order: wire.Clean | wire.Query) -> None:
-        """Carry out an order, and send the reply or replies."""
+        """Carry out an order, and send the supervisor the reply or replies."""
         match order:
             case wire.Clean(shims):
                 await self._clean(shims)
@@ -52,20 +52,28 @@ class LongOrders:
                 await self._examine(order)
 
     async def _clean(self, shims: tuple[wire.ShimLeft, ...]) -> None:
-        """End the processes of unknown shims; report the shims with none left."""
+        """Kill the processes of shims of an earlier agent, until none is left.
+
+        Report each time which shims have no process left. Skip shims of this agent.
+
+        :param shims: marks, pids and control groups of the shims to clean up after.
+        """
         left = [shim for shim in shims if shim.nonce not in self._shims]
         while left:
             try:
                 gone = await anyio.to_thread.run_sync(clean_up, left)
             except OSError as error:  # e.g. this process has no descriptor left
-                log.error("trying again to end the processes of an earlier agent: %s", error)
+                log.error("trying again to end the processes of an earlier agent, which failed: %s", error)
                 await asyncio.sleep(_CLEAN_AGAIN_S)
                 continue
             self._tell(wire.Cleaned(gone))
             left = [shim for shim in left if shim.nonce not in gone]
 
     async def _examine(self, order: wire.Examine) -> None:
-        """Examine the machine, once at a time, and send the findings."""
+        """Examine the machine in a thread, and send the findings to the supervisor.
+
+        Waits for an examination that is in progress.
+        """
         async with self._examining:
             findings = await anyio.to_thread.run_sync(
                 examine_node, self._state_dir, order.supervisor, order.demand, abandon_on_cancel=True

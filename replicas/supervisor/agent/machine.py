@@ -46,7 +46,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 def inspect_machine(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Machine:
     """Return the resources within CPU set, cgroups and ``CUDA_VISIBLE_DEVICES``.
 
+    Blocks; changes nothing.
+
     :param gpus: look for GPUs. This takes up to 1 s, and 20 s if the driver hangs.
+    :param environ: the environment to read; default: that of this process.
     """
     names: tuple[str, ...] = ()
     gpus_from = order = ""
@@ -78,13 +81,20 @@ def inspect_machine(*, gpus: bool = True, environ: Mapping[str, str] | None = No
 
 
 def node_name() -> str:
-    """Return the hostname as a name of letters, digits, ``-``, ``_`` and ``.``."""
+    """Return the hostname as the name of a node.
+
+    Other characters than letters, digits, ``-``, ``_`` and ``.`` are replaced; "local"
+    if none are left.
+    """
     found = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:NAME_MAX].strip(".-_")
     return found or "local"
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the indices or UUIDs in ``CUDA_VISIBLE_DEVICES``, None if it is unset."""
+    """Return the indices or UUIDs in ``CUDA_VISIBLE_DEVICES``, None if it is unset.
+
+    As CUDA does, stop at the first invalid entry, such as -1.
+    """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
@@ -93,7 +103,11 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 
 
 def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
-    """Return GPU indices in PCI bus order (NVML's), their source, and that order."""
+    """Ask NVIDIA's driver for the GPUs, in a child process. Blocks up to 20 s.
+
+    :returns: the indices in PCI bus order, their source or why there are none, and the
+        ``CUDA_DEVICE_ORDER`` of the indices ("" without GPUs).
+    """
     try:
         ctypes.CDLL(smi.NVML)  # loading it does not call the driver
     except OSError as error:
@@ -105,7 +119,10 @@ def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
 
 
 def nvml_count(command: list[str], timeout_s: float) -> tuple[int | None, str]:
-    """Return the number that ``command`` prints, or None and the reason. Blocks."""
+    """Run ``command``, which prints a number. Blocks up to ``timeout_s``.
+
+    :returns: the number and "", or None and why there is none.
+    """
     try:
         code, text = smi.ask(command, timeout_s)
     except subprocess.TimeoutExpired:

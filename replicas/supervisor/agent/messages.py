@@ -254,11 +254,15 @@ _from_agent: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(Age
 
 
 def encode(message: Order | AgentMessage) -> bytes:
+    """Encode a message as MessagePack, for one frame."""
     return _encoder.encode(message)
 
 
 def decode_order(data: bytes) -> Order:
-    """Decode an order. :raises msgspec.DecodeError: the data is not a valid order."""
+    """Decode a message of the supervisor to an agent.
+
+    :raises msgspec.DecodeError: the data is not a valid order.
+    """
     return decoded(_orders, data)
 
 
@@ -274,7 +278,10 @@ def decode_from_agent(data: bytes) -> AgentMessage:
 
 
 def part_state(data: Plain) -> PartState:
-    """Read the state in a :class:`PartNews`. Raises msgspec.DecodeError."""
+    """Convert the plain state in a :class:`PartNews` or Hello to a PartState.
+
+    :raises msgspec.DecodeError: the state is malformed.
+    """
     try:
         return read(PartState, data)
     except Malformed as error:

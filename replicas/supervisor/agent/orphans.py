@@ -23,8 +23,12 @@ _LOOK_INTERVAL_S = 0.02
 
 
 def clean_up(left: Sequence[ShimLeft], shims_s: float = SHIMS_S) -> tuple[str, ...]:
-    """Wait ``shims_s`` for these shims to end; then kill all processes of theirs.
+    """Wait for the shims of a dead agent to end; then kill all processes of theirs.
 
+    Blocks, up to about ``shims_s`` plus 5 s.
+
+    :param left: the shims, with pids, control groups and marks of their processes.
+    :param shims_s: seconds in which the shims may end on their own.
     :return: the marks under which no process is left.
     """
     deadline = time.monotonic() + shims_s
@@ -36,14 +40,22 @@ def clean_up(left: Sequence[ShimLeft], shims_s: float = SHIMS_S) -> tuple[str, .
 
 
 def _sweep(shims: Sequence[ShimLeft], timeout_s: float) -> list[int]:
-    """Kill processes of these shims. Return those left after ``timeout_s``. Blocks."""
+    """Kill all processes of these shims, found by mark, control group and pid.
+
+    Blocks until none is left, or for ``timeout_s`` (0: one look).
+
+    :return: the pids that are left.
+    """
     groups = [Path(one.cgroup) for one in shims if one.cgroup]
     known = {one.pid: one.start_time for one in shims if one.pid > 0}
     return Sweep(by_mark(one.nonce for one in shims), groups=groups, known=known).run(timeout_s)
 
 
 def remove_socket(path: Path) -> None:
-    """Remove the dead supervisor's socket; a file, or a socket in use, stays."""
+    """Remove a Unix socket of this user on which no process listens; ignore errors.
+
+    A file, or a socket in use, stays.
+    """
     with contextlib.suppress(OSError):  # the folder is gone or not ours: leave the socket
         if is_own(path) and not listens(path):
             path.unlink(missing_ok=True)

@@ -41,14 +41,12 @@ class Invitation:
     def __init__(self, text: str) -> None:
         token, at, endpoint = text.strip().rpartition("@")
         if not at:
-            raise errors.UsageError(
-                "an invitation is TOKEN@HOST:PORT", hint="`replicas token --join` prints that of a run"
-            )
+            raise errors.UsageError("--join must be TOKEN@HOST:PORT", hint="`replicas token --join` prints it")
         self.token = arguments.token("the invitation's token", token.strip())
         self.endpoint = arguments.endpoint("the invitation's address", endpoint)
 
     def renew(self, token: str) -> None:
-        """Use this token from the next connection on."""
+        """Use this token from the next connection on. The present connection stays."""
         self.token = token
 
 
@@ -57,18 +55,28 @@ class _AgentConnection(PortConnection):
 
 
 async def _dial(to: Invitation) -> tuple[SupervisorLink, str]:
-    """Connect to the supervisor. Return the connection and its local address."""
+    """Connect to the supervisor. Return the connection and its local address.
+
+    :param to: address and token; a later token in it is used for the next connection.
+    """
     link = await dial(way_to(to.endpoint, to.token), "/agent", _AgentConnection, **CONNECTING)
     return link, str(link.transport.get_extra_info("sockname")[0])
 
 
 async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: AgentFolder, address: str) -> int:
-    """Lock the folder, and run an agent until its end. Return its exit code."""
+    """Lock the folder, and run an agent until its end. Return its exit code.
+
+    Makes SIGTERM, SIGINT and SIGHUP let the node leave in order.
+
+    :param to: address and token of the supervisor.
+    :param name: of the node.
+    :param address: of this node's ranks for other nodes; "" for the connection's.
+    """
     identity = await anyio.to_thread.run_sync(folder.acquire)
     machine = await anyio.to_thread.run_sync(inspect_machine)
     groups = RunCgroups(f"agent-{name}", limited=True)
     if groups.path is None:
-        log.info("running without control groups: %s", groups.refused)
+        log.info("continuing without control groups: %s", groups.refused)
     shims = Shims(groups, folder.path, lock=folder.lock)
     shims.identity, shims.endpoint = identity, to.endpoint
     agent = Agent(
@@ -81,8 +89,14 @@ async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: A
 
 
 def serve_node(to: Invitation, *, name: str, labels: Mapping[str, str], state_dir: Path, address: str = "") -> int:
-    """Run an agent in this process until its run is over.
+    """Run an agent as this process until its run is over. Blocks.
 
+    :param to: address and token of the supervisor.
+    :param name: of the node.
+    :param labels: of the node, which groups can ask for.
+    :param state_dir: the agent's own state folder, which is locked meanwhile.
+    :param address: of this node's ranks for other nodes; "" for the connection's local
+        one.
     :return: 0 if the run is over or the node was drained; 1 if the supervisor was lost.
     :raises replicas.errors.ReplicasError: it was not accepted, or cannot be started.
     """

@@ -40,7 +40,10 @@ _MAX_SWEEP_INTERVAL_S = 1.0
 
 
 def base_environment() -> dict[str, str]:
-    """Return this process's environment without variables of torchrun or outer runs."""
+    """Return this process's environment, to be extended for a shim's processes.
+
+    Variables of torchrun and of an outer run of replicas are left out.
+    """
     return {
         name: value
         for name, value in environ.without_torchrun(own_code.rooted(os.environ)).items()
@@ -73,7 +76,7 @@ class ShimProcess:
         self._loop = asyncio.get_running_loop()
         start = {"type": "start", "spec": plain(spec)}
         if (nbytes := len(orders.encode(start))) > orders.FILE_MAX_NBYTES:
-            text = f"its orders of {nbytes >> 10} KiB are too long for a message; the environment must be smaller"
+            text = f"its environment and command take {nbytes >> 10} KiB, more than may be sent: make the environment smaller"
             raise OSError(errno.EMSGSIZE, text)
         ours, theirs = orders.pair()
         ours.setblocking(False)
@@ -90,7 +93,12 @@ class ShimProcess:
 
     @naming_limits()
     def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
-        """Start the process of the shim, which inherits these descriptors."""
+        """Start the process of the shim, and return it.
+
+        :param control: descriptor of the shim's end of the message socket, for it to
+            inherit.
+        :param lock: descriptor of a lock for the shim to keep open, if any.
+        """
         with ExitStack() as stack:
             given = {"control": control, "parent": os.getpid()}
             if lock is not None:
@@ -109,7 +117,10 @@ class ShimProcess:
             )
 
     def _log(self) -> IO[bytes]:
-        """Open the shim's own log, or the null device if that fails."""
+        """Open and return the shim's own log, or the null device if that fails.
+
+        The failure is noted, for the part's state.
+        """
         path = Path(self.spec.log_dir) / f"shim-{self.spec.node}.log"
         try:
             log = private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, make_folder=True)
@@ -119,7 +130,7 @@ class ShimProcess:
             return Path(os.devnull).open("ab")
 
     def meet(self, host: str, port: int) -> None:
-        """Send the shim the rendezvous of the replica's parts."""
+        """Send the shim the rendezvous: host and port of the parts' common store."""
         self._control.send({"type": "rendezvous", "host": host, "port": port})
 
     def stop(self, timeout_s: float, *, stacks: bool = False, broken: str = "") -> None:
@@ -131,11 +142,14 @@ class ShimProcess:
         self._control.send({"type": "stop", "timeout_s": timeout_s, "stacks": stacks, "broken": broken})
 
     def show_stacks(self) -> None:
-        """Ask the shim for the stacks of its ranks."""
+        """Ask the shim for the stacks of its ranks, which arrive in :attr:`stacks`."""
         self._control.send({"type": "stacks"})
 
     def kill(self) -> None:
-        """Kill the shim; its processes are then found by its mark and killed."""
+        """SIGKILL the shim, unless it has ended. Its processes are killed after it.
+
+        They are found by the shim's mark in their environment.
+        """
         if not self._finishing:
             send_signal(self._pidfd, signal.SIGKILL)
 
@@ -159,7 +173,7 @@ class ShimProcess:
             self.state = self.state._replace(remains=None)  # do not wait for processes that a silent shim named
 
     def _handle_message(self, message: orders.Message) -> None:
-        """Take the state or stacks from a shim's message; note that it answers."""
+        """Note that the shim answers, and use the state or stacks in its message."""
         self._silence.answered()
         self._answered_at = time.monotonic()
         match message["type"]:
@@ -170,7 +184,11 @@ class ShimProcess:
                 self._changed()
 
     def _take_state(self, state: PartState) -> None:
-        """Use a state that the shim sent, except for identity, silence and ``gone``."""
+        """Use a state that the shim sent, but keep our own identity and silence.
+
+        Call ``changed``. The part counts as gone only after the end of the shim. Warn
+        if the shim is of another release of this package.
+        """
         if self.state.main_pid is None and state.main_pid is not None and state.release != __version__:
             log.warning(
                 "%s/%s runs release %s of replicas, installed while this supervisor of %s ran: restart the supervisor",
@@ -190,7 +208,11 @@ class ShimProcess:
         self._changed()
 
     def _on_exit(self) -> None:
-        """Handle the shim's death: report it, and sweep the processes that are left."""
+        """Reap the dead shim, and report its end as that of its part.
+
+        Start a task that kills the processes that are left. Called by the loop when the
+        shim's pidfd becomes readable.
+        """
         self._loop.remove_reader(self._pidfd)
         self._control.read_rest()
         code = self._popen.wait()
@@ -199,17 +221,20 @@ class ShimProcess:
         if code == 0 and self._said_gone:
             self._all_gone()
             return
-        ended = f"failed with code {code}" if code else "ended before its processes"
+        ended = f"failed with code {code}" if code else "ended before the ranks"
         if code < 0:
             ended = f"was killed by {signal_name(-code)}"
         report = self.state.report
         if report is None or (report.outcome == "ok" and code != 0):
-            report = ExitReport("lost", text=f"the shim of node {self.spec.node} {ended}")
+            report = ExitReport("lost", text=f"the shim on node {self.spec.node}, which watches the ranks, {ended}")
         self._change(report=report)
         self._sweeper = self._loop.create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        """Kill the shim's processes until none is left; report those that remain."""
+        """Kill the shim's processes until none is left; report those that remain.
+
+        Looks in a thread. At the end, remove the part's control group.
+        """
         groups = [Path(self.spec.cgroup)] if self.spec.cgroup else []
         sweep = Sweep(by_mark([self.spec.nonce]), groups=groups, known=dict(self.state.belongings.processes))
         began, timeout_s, interval_s = time.time(), _SWEEP_S, 0.05
@@ -217,7 +242,7 @@ class ShimProcess:
             try:
                 left = await anyio.to_thread.run_sync(sweep.run, timeout_s)
             except OSError as error:  # e.g. this process has no descriptor left
-                log.error("trying again to sweep %s/%s: %s", self.spec.group, self.spec.replica, error)
+                log.error("trying again to kill processes of %s/%s: %s", self.spec.group, self.spec.replica, error)
                 left = [UNSEEN]
             if not left:
                 break
@@ -230,5 +255,5 @@ class ShimProcess:
         self._all_gone()
 
     def _all_gone(self) -> None:
-        """Note that no process of the part is left."""
+        """Set :attr:`state`: no process of the part is left. Call ``changed``."""
         self._change(report=self.state.report or ExitReport("stopped"), remains=None, gone=True)

@@ -74,16 +74,22 @@ class Shims:
         self.empty.set()
 
     def __contains__(self, nonce: str) -> bool:
+        """Return True if a shim with this mark (its random id) was ordered before."""
         return nonce in self._shims or nonce in self._unstarted
 
     @property
     def _states(self) -> dict[str, PartState]:
+        """The states of all parts, also of those whose shim did not start, by mark."""
         return {**self._unstarted, **{nonce: shim.state for nonce, shim in self._shims.items()}}
 
     # ------------------------------------------------------------ orders
 
     def obey(self, order: ShimOrder) -> None:
-        """Carry out an order; ignore it if its shim is unknown."""
+        """Carry out an order for one shim; ignore it if the shim is unknown.
+
+        Never waits for the shim. A shim is the child process that owns one part of a
+        replica.
+        """
         shim = self._shims.get(order.nonce) if not isinstance(order, Start) else None
         match order:
             case Start():
@@ -100,7 +106,10 @@ class Shims:
                 shim.show_stacks()
 
     def _start(self, order: Start) -> None:
-        """Start a shim, unless it is known; report a failure as its end."""
+        """Start a shim, unless its mark (its random id) is known.
+
+        A failure becomes the state of its part, as if that had started and ended.
+        """
         state = identify_part(order.spec)
         nonce = state.nonce
         if nonce in self:
@@ -109,14 +118,15 @@ class Shims:
             spec = self._in_group(self._localized(PartSpec.of(order.spec)), order)
             self._shims[nonce] = self._begin(spec, self._update_empty, self._lock)
         except (OtherOrders, OSError) as error:
-            report = ExitReport("lost", text=f"a shim cannot be started: {error}")
+            report = ExitReport("lost", text=f"its shim, which starts the ranks, cannot be started: {error}")
             self._unstarted[nonce] = state._replace(report=report, gone=True)
         self._update_empty()
 
     def _localized(self, spec: PartSpec) -> PartSpec:
-        """Return the spec with this node's environment, folders and address.
+        """Return the spec with this node's environment, folders, address and lease.
 
-        Starts the forkserver that the part needs, and ends unused ones.
+        Start the forkserver (for the ranks' helper processes) that the part needs, and
+        end those that no part uses.
         """
         folder = self._state_dir / "logs" / spec.group / str(spec.replica) / f"gen-{spec.generation}"
         own = {environ.TOKEN_FILE: str(self._state_dir / "token"), environ.LOG_DIR: str(folder)}
@@ -136,7 +146,12 @@ class Shims:
         )
 
     def _in_group(self, spec: PartSpec, order: Start) -> PartSpec:
-        """Make a control group; return the spec with it. OSError if limits fail."""
+        """Make a control group for the part; return the spec with its path.
+
+        :param order: has the limits of memory and processes, if any.
+        :raises OSError: the group cannot be made, and there are limits. Without limits,
+            the failure is logged and the spec returned as it is.
+        """
         limited = order.memory_nbytes is not None or order.max_processes is not None
         if self.groups.path is None and not limited:
             return spec
@@ -153,13 +168,17 @@ class Shims:
         return spec._replace(cgroup=str(path))
 
     def _stop_users_of(self, forkserver: str, reason: str) -> None:
-        """Stop the replicas that cannot sync without this forkserver."""
+        """Stop the parts whose ranks cannot sync without this forkserver.
+
+        :param forkserver: its address; it would fork the ranks' helper processes.
+        :param reason: how it failed, for the exit report.
+        """
         for shim in self._living():
             if shim.spec.env.get(environ.FORKSERVER) == forkserver:
-                shim.stop(shim.spec.stop_timeout_s, broken=f"the sidecar forkserver of its node {reason}")
+                shim.stop(shim.spec.stop_timeout_s, broken=f"the forkserver, which starts its sidecars, {reason}")
 
     def _remove_ended(self, nonce: str) -> None:
-        """Forget a shim if its processes are gone."""
+        """Forget the shim with this mark (id), if none of its processes is left."""
         if nonce in self and self._states[nonce].gone:
             for known in (self._shims, self._unstarted, self._sent_states):
                 known.pop(nonce, None)
@@ -167,7 +186,7 @@ class Shims:
     # ------------------------------------------------------------ watching
 
     def check_shims(self, now: float, lease_until: float | None) -> None:
-        """Ping the shims, so that they live until ``lease_until``.
+        """Ping the shims, so that they live until ``lease_until``; never wait.
 
         To be called every second. Both times are of the machine's monotonic clock.
 
@@ -184,15 +203,16 @@ class Shims:
             shim.stop(timeout_s)
 
     def kill_all(self) -> None:
-        """Kill the living shims; their processes are then swept."""
+        """SIGKILL the living shims; the processes below them are then killed, too."""
         for shim in self._living():
             shim.kill()
 
     async def aclose(self) -> None:
-        """End the sidecar forkservers. To be called when all shims are gone."""
+        """End the sidecar forkservers, and wait. For when all shims are gone."""
         await self._forkservers.aclose()
 
     def _living(self) -> list[ShimProcess]:
+        """Return the shims that still have processes."""
         return [shim for shim in self._shims.values() if not shim.state.gone]
 
     def _update_empty(self) -> None:
@@ -206,7 +226,10 @@ class Shims:
     # ------------------------------------------------------------ telling
 
     def take_all_states(self) -> tuple[PartState, ...]:
-        """Return the state of each part, and mark all as sent."""
+        """Return the state of each part, and count them all as sent.
+
+        Each has the losses of log lines that were already reported as ``known_losses``.
+        """
         before, self._sent_states = self._sent_states, self._states
         return tuple(
             state._replace(known_losses=before[nonce].losses if nonce in before else ())
@@ -220,7 +243,10 @@ class Shims:
         return changed
 
     def take_stacks(self) -> Iterable[tuple[str, Mapping[str, str]]]:
-        """Take out the received stacks; yield each shim's mark with its stacks."""
+        """Take out the stacks that shims have sent; yield each shim's mark and stacks.
+
+        The stacks are texts by ``group/replica/rank``.
+        """
         for nonce, shim in self._shims.items():
             if (stacks := shim.stacks) is not None:
                 shim.stacks = None
@@ -228,6 +254,9 @@ class Shims:
 
 
 def identify_part(spec: Plain) -> PartState:
-    """Return a state that identifies the part of a spec, maybe of another release."""
+    """Return a state with only the identity of a spec's part (group, node, mark...).
+
+    :param spec: maybe of another release: missing or odd fields keep their defaults.
+    """
     known: dict[str, Any] = {name: spec.get(name) for name in IDENTITY}
     return UNKNOWN._replace(**{name: one for name, one in known.items() if type(one) is type(getattr(UNKNOWN, name))})

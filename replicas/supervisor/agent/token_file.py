@@ -23,12 +23,18 @@ class TokenFile:
         self._problem = ""
 
     def set_token(self, token: str) -> None:
-        """Write the token, now or at a later :meth:`write_if_changed`."""
+        """Keep a new token (the ranks' secret to join), and write it to the file.
+
+        After an error, :meth:`write_if_changed` tries again.
+        """
         self._token = token
         self.write_if_changed()
 
     def write_if_changed(self) -> None:
-        """Write the token if the file has another one. To be called each second."""
+        """Write the token to the file, unless it is there. To be called each second.
+
+        An error is logged, and does not raise.
+        """
         if self._token == self._written:
             return
         try:
@@ -37,9 +43,9 @@ class TokenFile:
         except OSError as error:
             words = error.strerror or str(error)
             if words != self._problem:
-                log.error("trying again to write the token to %s: %s", self.path, words)
+                log.error("trying again to write the run's token to %s, which failed: %s", self.path, words)
             self._problem = words
             return
         if self._problem:
-            log.warning("the token is written to %s again", self.path)
+            log.warning("the run's token is written to %s again", self.path)
         self._written, self._problem = self._token, ""

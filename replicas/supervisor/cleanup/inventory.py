@@ -18,7 +18,10 @@ _MAX_PROCESSES = 512
 
 
 def take_inventory(pids: Iterable[int]) -> Inventory:
-    """Return pids and start times of living processes, and whether one uses a GPU."""
+    """Return pid and start time of each living process, and whether any uses a GPU.
+
+    :param pids: the processes to look at.
+    """
     gpu = False
     processes: list[tuple[int, int]] = []
     for pid in pids:
@@ -43,18 +46,21 @@ class InventoryTimer:
         self._last = Inventory()
 
     def on_time(self, now: float) -> None:
-        """Take the inventory if it is due."""
+        """Take the inventory (pids, GPU use) if it is due; ``tell`` of a new one."""
         if now >= self.due:
             self._note(take_inventory(self._pids()), now)
 
     def take_final(self, now: float) -> None:
-        """Take the inventory, and join it with the previous one."""
+        """Take the inventory (pids, GPU use) now, joined with the previous one.
+
+        For the moment before the processes are ended. Call ``tell`` if it has changed.
+        """
         found, old = take_inventory(self._pids()), self._last
         processes = dict.fromkeys((*found.processes, *old.processes))
         self._note(Inventory(old.gpu or found.gpu, tuple(processes)[:_MAX_PROCESSES]), now)
 
     def _note(self, found: Inventory, now: float) -> None:
-        """Keep the inventory, and tell of it if it has changed."""
+        """Keep the inventory; set the next time; call ``tell`` if it has changed."""
         self.due = now + _INTERVAL_S
         if found != self._last:
             self._last = found

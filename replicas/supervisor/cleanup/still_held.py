@@ -44,7 +44,7 @@ class StartObstacles:
 
     @property
     def text(self) -> str:
-        """Return the present obstacle as text, or ""."""
+        """The present obstacle to the start or end, as text for people, or ""."""
         if self._remains is None:
             return f"waits {self.waits}" if self.waits else ""
         names = ", ".join(_named(*one) for one in self._remains.processes)
@@ -53,6 +53,10 @@ class StartObstacles:
     def report_remains(self, remains: Remains | None, *, gave_up: bool = False) -> bool:
         """Emit an event for each new process that SIGKILL has not ended.
 
+        Keep them for :attr:`text`, too.
+
+        :param remains: the processes, with the time of the first SIGKILL; None for
+            none.
         :param gave_up: the run leaves them behind: report all again.
         :returns: True if any was reported.
         """
@@ -67,11 +71,12 @@ class StartObstacles:
         return bool(new)
 
     async def wait_until_clear(self, old: Sequence[Inventory], pause: Callable[[float], Awaitable[bool]]) -> None:
-        """Wait for the GPU memory of the last generation, up to :data:`CLEAR_S`.
+        """Wait for the GPU memory of the previous generation, up to :data:`CLEAR_S`.
 
         Emit an event for each holder, and another for those that hold it at the end.
 
-        :param old: the last known processes of that generation.
+        :param old: the last known processes of that generation (the replica's last
+            start).
         :param pause: waits for the given seconds; returns False to give up.
         """
         pids = frozenset(pid for one in old if one.gpu for pid, _ in one.processes)
@@ -81,7 +86,7 @@ class StartObstacles:
             try:
                 found = await anyio.to_thread.run_sync(gpu_memory, pids)
             except OSError as error:  # e.g. this process has no descriptor left
-                found = {("GPU memory", f"unknown: its processes cannot be listed ({error.strerror or error})")}
+                found = {("GPU memory", f"an unknown process, as they cannot be listed ({error.strerror or error})")}
             for what, holder in sorted(found - told):
                 self.waits = f"for {what}, held by {holder}"
                 self._emit(self._event(what=what, holder=holder, gave_up=False))
@@ -95,21 +100,21 @@ class StartObstacles:
 
 
 def _named(pid: int, command: str) -> str:
-    """Return "process PID (COMMAND)" for a message."""
+    """Return "process PID (COMMAND)" for a message; pid 0 is a hidden process."""
     return f"process {pid} ({command or 'dying'})" if pid else "a process that is not visible from here"
 
 
 def gpu_memory(pids: Collection[int]) -> set[Held]:
-    """Return (amount, holder) of GPU memory still booked to these processes.
+    """Return amounts and holders of GPU memory still booked to these processes.
 
-    Blocks up to 5 s.
+    Asks nvidia-smi; blocks up to 5 s. An empty set if that is missing or fails.
     """
     try:
         users = gpu_processes(_SMI_TIMEOUT_S)
     except (OSError, subprocess.CalledProcessError):
         return set()  # no nvidia-smi, or it fails
     except subprocess.TimeoutExpired:
-        return {("GPU memory", f"the driver: nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")}
+        return {("GPU memory", f"the driver, as nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")}
     return {
         (one_line(f"{used} MiB on GPU {gpu}"), _named(pid, command_line(pid) or "gone"))
         for pid, gpu, used, _ in users

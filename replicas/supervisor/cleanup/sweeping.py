@@ -53,9 +53,13 @@ class TrackerGrace:
         self._last: float | None = None
 
     def spared(self, there: Iterable[int], now: float) -> frozenset[int]:
-        """Return the trackers to spare now, until :data:`TRACKERS_S` after the others.
+        """Return those of the processes ``there`` to spare: Python's resource trackers.
+
+        They are spared until :data:`TRACKERS_S` after the last other process, and at
+        most :data:`TRACKERS_MAX_S` after the first call.
 
         :param there: all processes to be killed.
+        :param now: monotonic time.
         """
         there = frozenset(there)
         trackers = frozenset(pid for pid in there if is_resource_tracker(pid))
@@ -85,9 +89,11 @@ class Sweep:
         self._grace = TrackerGrace()
 
     def run(self, timeout_s: float) -> list[int]:
-        """Kill until two looks find no process, or ``timeout_s`` is over. Blocks.
+        """SIGKILL until two looks in a row find no process, or for ``timeout_s``.
 
-        :return: the processes that are left.
+        Blocks. May be called again to continue.
+
+        :return: the pids of the processes that are left.
         """
         deadline = time.monotonic() + timeout_s
         quiet = 0
@@ -99,10 +105,11 @@ class Sweep:
             time.sleep(_INTERVAL_S)  # no SIGCHLD: they are not our children
 
     def kill_once(self) -> set[int]:
-        """Kill all processes found now but the spared ones; return all that were found.
+        """SIGKILL all processes found now but the spared ones; return all pids found.
 
         Those of other users are neither killed nor returned. The set has UNSEEN if
-        there are processes that this user cannot see.
+        there are processes that this user cannot see. Spared are log pumps and resource
+        trackers, for a moment. Control groups that are empty are removed.
         """
         now = time.monotonic()
         for find in self._finders:
@@ -122,13 +129,15 @@ class Sweep:
 
 
 def finder(look: Callable[[], Iterable[int]], is_one: Callable[[int], bool]) -> Finder:
-    """Return a finder of the processes that ``look`` returns.
+    """Return a function that finds processes, with their start times.
 
-    :param is_one: checks a process again after its start time is read, as pids can be
+    :param look: returns pids of candidates.
+    :param is_one: checks a candidate again after its start time is read, as pids can be
         reused.
     """
 
     def find() -> dict[int, int]:
+        """Return the start times of the processes that are alive now, by pid."""
         starts = {pid: start_time(pid) for pid in look()}
         return {pid: start for pid, start in starts.items() if start is not None and is_one(pid)}
 
@@ -136,13 +145,19 @@ def finder(look: Callable[[], Iterable[int]], is_one: Callable[[int], bool]) -> 
 
 
 def by_mark(nonces: Iterable[str]) -> Finder:
-    """Return a finder of the processes that were started with one of these marks."""
+    """Return a function that finds the processes of shims, by their marks.
+
+    :param nonces: the marks, which processes inherit in their environment.
+    """
     some = frozenset(nonces)
     return finder(lambda: marked(some), lambda pid: is_marked(pid, some))
 
 
 def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None:
-    """Kill a control group's processes ``pids``, except the spared ones."""
+    """SIGKILL the processes ``pids`` of a control group, except the spared ones.
+
+    :param group: folder of the control group.
+    """
     if spared.isdisjoint(pids):
         cgroups.kill(group)  # by the kernel, as a whole: no fork escapes
         return
@@ -150,7 +165,11 @@ def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None
 
 
 def _remove_if_empty(group: Path) -> bool:
-    """Remove the group if it is empty. Return False if this sweep must kill more."""
+    """Remove the control group if no process is in it.
+
+    Return False if this sweep must kill more there. Return True if it is gone, or
+    cannot be removed for another reason.
+    """
     try:
         return cgroups.remove(group)
     except OSError:

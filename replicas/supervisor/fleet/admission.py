@@ -13,9 +13,10 @@ NODES_MAX = 4096
 
 
 def refusal(nodes: Mapping[str, NodeEntry], hello: Hello, *, local: bool) -> Refused | None:
-    """Return why the agent may not join, or None.
+    """Return why an agent may not join, as the message to send, or None if it may.
 
-    :param nodes: of the run, by name.
+    :param nodes: all nodes of the run, by name.
+    :param hello: the first message of the agent.
     :param local: it came through the run's own socket.
     """
     if hello.protocol != PROTOCOL:
@@ -33,7 +34,10 @@ def refusal(nodes: Mapping[str, NodeEntry], hello: Hello, *, local: bool) -> Ref
 
 
 def _offered_twice(nodes: Mapping[str, NodeEntry], hello: Hello) -> Refused | None:
-    """Return a refusal if another agent here offers the same GPUs, else None."""
+    """Return a refusal if another agent of this machine offers the same GPUs.
+
+    Return None if no agent does.
+    """
     gpus = set(hello.machine.gpus if hello.machine is not None else ())
     for entry in nodes.values():
         beside = entry.name != hello.node and entry.hello.scope == hello.scope and not entry.life.over

@@ -25,18 +25,20 @@ _BAD_DATA = 1007
 def agent_route(
     cluster: Cluster, refused: Callable[[str], None], access: Access, *, local: bool = False
 ) -> SocketRoute:
-    """Return the route at which agents join the cluster.
+    """Return the route of the control port, or socket, at which agents join.
 
-    :param refused: called with the reason of each refusal.
+    :param refused: called with the reason of each refusal, to count it.
     :param access: decides who may join; a connection ends when its access does.
-    :param local: for the run's own socket.
+    :param local: for the run's own socket, which only this machine reaches.
     """
 
     def refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
+        """Return an HTTP status and text if the request is refused, or None."""
         why = access(headers)
         return (401, why) if why else None
 
     async def serve(websocket: WebSocket) -> None:
+        """Serve one agent's connection until it ends, or its access does."""
         link = AgentLink(websocket, refused)
         with contextlib.suppress(Ended), access.watched(websocket.headers, link.close):
             if not access(websocket.headers):  # its token may have ended since the request was accepted
@@ -48,7 +50,14 @@ def agent_route(
 async def _serve(
     cluster: Cluster, websocket: WebSocket, link: AgentLink, refused: Callable[[str], None], *, local: bool
 ) -> None:
-    """Accept or refuse an agent, and pass its messages on until the connection ends."""
+    """Accept or refuse an agent, and pass its messages on until the connection ends.
+
+    At the end, tell the cluster, and log a malformed message or a bug.
+
+    :param link: the connection, for messages to the agent.
+    :param refused: called with the reason of a refusal.
+    :param local: the connection is on the run's own socket.
+    """
     try:
         async with asyncio.timeout(_HELLO_S):
             hello = decode_from_agent(await websocket.receive())
@@ -84,10 +93,14 @@ async def _serve(
             log.error("disconnecting the agent of node %s: %s", node, ended)
             websocket.close(_BAD_DATA, str(ended))
         elif isinstance(ended, Exception) and not isinstance(ended, Ended):
-            log.error("a bug: the connection of node %s failed", node, exc_info=ended)
+            log.error("closing the connection of node %s after a bug; please report this", node, exc_info=ended)
 
 
 async def _read(cluster: Cluster, node: str, websocket: WebSocket) -> None:
-    """Pass an agent's messages to the cluster until the connection ends."""
+    """Pass an agent's messages to the cluster until the connection ends.
+
+    :raises Ended: it has ended.
+    :raises msgspec.DecodeError: a message is malformed.
+    """
     while True:
         cluster.receive(node, await websocket.receive())

@@ -53,6 +53,8 @@ class PredecessorWaits:
     def inherit(self, leases: Iterable[Lease], unseen: Collection[Lease], now: float) -> None:
         """Add the leases that earlier supervisors granted, and write all to disk.
 
+        An error of the disk is only logged.
+
         :param unseen: those of ``leases`` for which no replica may start until they
             end.
         :param now: seconds of the loop's clock, as in all methods.
@@ -65,10 +67,13 @@ class PredecessorWaits:
         self._write_leases()
 
     def grant(self, lease: Lease) -> Reason | None:
-        """Write a lease to disk. Return the problem, or None if it is written.
+        """Write the lease of an agent that joins to disk, with a sync.
 
-        An agent without a lease (``lease_s`` 0) ends with this supervisor: only note
-        that it has reported its shims.
+        A lease is how long the agent may run without a supervisor. An agent without one
+        (``lease_s`` 0) ends with this supervisor: only note that it has reported its
+        shims.
+
+        :returns: the problem of the disk in words, or None if the agent may join.
         """
         if not lease.lease_s:
             self._note_seen(lease.incarnation)
@@ -83,13 +88,19 @@ class PredecessorWaits:
         return None
 
     def _note_seen(self, incarnation: str) -> None:
-        """Note that an agent with an unseen lease has reported its shims."""
+        """Note that an agent, which may have an unseen lease, has reported its shims.
+
+        :param incarnation: id of the agent's process.
+        """
         if self._unseen.pop(incarnation, None) is not None:
             self._leases[incarnation] = msgspec.structs.replace(self._leases[incarnation], unseen=False)
             self._write_leases()
 
     def end(self, node: str, *, but: str = "") -> None:
-        """Forget a node's leases, but not unseen ones and that of agent ``but``."""
+        """Forget a node's leases, and write the rest to disk: its processes are gone.
+
+        Unseen leases stay, and so does that of the agent with the incarnation ``but``.
+        """
         over = [key for key, one in self._leases.items() if one.node == node and key not in (but, *self._unseen)]
         for key in over:
             del self._leases[key]
@@ -97,7 +108,11 @@ class PredecessorWaits:
             self._write_leases()
 
     def tick(self, now: float) -> bool:
-        """Forget unseen leases that are over. Return True if that was the last one."""
+        """Forget unseen leases that are over. Return True if the last one is.
+
+        Unseen: no state says what runs under the lease, so all replicas wait for its
+        end.
+        """
         over = [key for key, until in self._unseen.items() if now > until]
         for key in over:
             del self._unseen[key], self._leases[key]
@@ -106,7 +121,11 @@ class PredecessorWaits:
         return bool(over) and not self._unseen
 
     def left(self, nodes: Collection[str]) -> tuple[Lease, ...]:
-        """Return the leases of ``nodes`` and the unseen ones, all marked as unseen."""
+        """Return the leases to leave on disk at the end of the run.
+
+        Those of ``nodes``, which have processes left, and the unseen ones; all are
+        marked as unseen, so that the next supervisor waits for them.
+        """
         kept = (one for key, one in self._leases.items() if one.node in nodes or key in self._unseen)
         return tuple(msgspec.structs.replace(one, unseen=True) for one in kept)
 
@@ -115,35 +134,48 @@ class PredecessorWaits:
         try:
             self._file.write(tuple(self._leases.values()))
         except OSError as error:  # the file names too many, which costs the next supervisor a wait
-            log.warning("cannot write the leases of nodes: %s", error.strerror or error)
+            log.warning("going on without saving the leases of nodes: %s", error.strerror or error)
 
     # ------------------------------------------------------------ strangers
 
     def stranger(self, state: PartState, handle: ShimHandle) -> None:
-        """Note a shim that belongs to no replica; the caller ends it."""
+        """Note a shim that belongs to no replica, until its processes are gone.
+
+        Replicas wait for it. The caller ends it.
+
+        :param state: as its agent reported it.
+        """
         key = (state.group, state.replica)
         if key in self._generations or len(self._generations) < REPLICAS_MAX:
             self._generations[key] = max(self._generations.get(key, 0), state.generation)
         self._strangers[state.nonce] = key, handle
 
     def strangers_on(self, node: str) -> bool:
-        """Return True if the node has a living shim that belongs to no replica."""
+        """Return True if the node has a living shim that belongs to no replica.
+
+        No replica is placed on such a node.
+        """
         self._forget_gone()
         return any(handle.node == node for _, handle in self._strangers.values())
 
     def generation(self, group: str, replica: int) -> int:
-        """Return the highest generation that may have been used before, unknown to the
-        replica."""
+        """Return the highest generation of a replica that may have been used before.
+
+        The replica itself does not know of it; its next one must have a higher number.
+        """
         return max(self._file.floor, self._generations.get((group, replica), 0))
 
     def _forget_gone(self) -> None:
-        """Forget strangers whose processes are gone."""
+        """Forget strangers (shims of no replica) whose processes are gone."""
         self._strangers = {nonce: one for nonce, one in self._strangers.items() if not one[1].state.gone}
 
     # ------------------------------------------------------------ questions
 
     def nodes(self) -> tuple[str, ...]:
-        """Return the nodes with unseen leases."""
+        """Return the names of nodes whose leases keep all replicas waiting.
+
+        The name "" is an unknown node.
+        """
         return tuple(dict.fromkeys(self._leases[key].node for key in self._unseen))
 
     def blocks(self, group: str, replica: int, now: float) -> Reason | None:
@@ -152,7 +184,7 @@ class PredecessorWaits:
         It is the text after "waits", such as ``12 s for the lease of node gpu2``.
         """
         if self._unseen:
-            return f"{max(0.0, max(self._unseen.values()) - now):.0f} s for {words(self.nodes())}"
+            return f"up to {max(0.0, max(self._unseen.values()) - now):.0f} s for {words(self.nodes())} to end"
         self._forget_gone()
         for key, handle in self._strangers.values():
             if key == (group, replica):
@@ -161,12 +193,12 @@ class PredecessorWaits:
 
 
 def words(nodes: Sequence[str]) -> str:
-    """Describe the leases for a log line: ``the leases of nodes a, b``.
+    """Name the leases of these nodes for a text: ``the leases of nodes a, b``.
 
     An empty node name means "unknown".
     """
     known = [one for one in nodes if one]
     if not known:
-        return f"the lease of {_UNKNOWN}"
-    what = "the lease of node" if len(known) == 1 else "the leases of nodes"
+        return f"old processes on {_UNKNOWN}"
+    what = "old processes on node" if len(known) == 1 else "old processes on nodes"
     return f"{what} {', '.join(known)}{f' and {_UNKNOWN}' if len(known) < len(nodes) else ''}"

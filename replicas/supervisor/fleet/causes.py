@@ -63,7 +63,15 @@ class Health:
         return f"no heartbeat from rank {ranks} (limit: {config.heartbeat_timeout_s:g} s)", view.heartbeat_age_s or 0.0
 
     def step(self, state: ReplicaState, *, ready: bool, silent: bool, now: float) -> ReplicaEvent | None:
-        """Note the observed state. Return the event that leads to it, if it is new."""
+        """Note the observed state. Return the event that leads to it, or None.
+
+        None if the replica has that state already.
+
+        :param state: the present state of the replica.
+        :param ready: it is ready now.
+        :param silent: a node or rank of it is silent now.
+        :param now: time of the loop's clock.
+        """
         if ready:
             self.was_ready, self.unready_at = True, now
         if silent:
@@ -77,12 +85,23 @@ class Health:
         """Return when :meth:`judge` reports its start or load as late, or 0 (never).
 
         On the clock of ``now``, the loop's.
+
+        :param config: has the timeouts.
+        :param life: the replica's states, with the time of its start.
         """
         ready_by = 0.0 if self.left else self.unready_at + config.load_deadline_s
         return ready_by if self.was_ready else now - life.starting_s(now) + config.start_timeout_s
 
     def judge(self, config: HealthConfig, *, ready: bool, starting_s: float, now: float) -> Cause | None:
-        """Return the fault shown by :attr:`view` or a timeout, or None."""
+        """Return why the generation must be ended for its health, or None.
+
+        Reasons are faults in :attr:`view`, and timeouts of the start, of heartbeats, of
+        progress and of loading.
+
+        :param ready: it is ready now.
+        :param starting_s: seconds since its start.
+        :param now: time of the loop's clock.
+        """
         view = self.view
         if not ready and not self.was_ready and starting_s > config.start_timeout_s:
             why = f": {view.reason}" if view is not None and view.reason else ""
@@ -94,7 +113,7 @@ class Health:
         if view.progressed_s is not None and view.progressed_s > config.progress_timeout_s:
             return Cause("progress_timeout", f"no progress for {config.progress_timeout_s:g} s")
         if view.partial:
-            return Cause("load_failed", f"{view.partial}; a part of it may be in memory")
+            return Cause("load_failed", f"{view.partial}; its weights may be a mix of versions")
         # After a rank has left, it is late only if other ranks wait.
         overdue = not ready and self.was_ready and (not self.left or view.stranded)
         if overdue and now - self.unready_at > config.load_deadline_s:
@@ -103,7 +122,12 @@ class Health:
 
 
 def verdict(reports: list[ExitReport]) -> Cause | None:
-    """Return the first failure, not its consequences, or None if all reports are ok."""
+    """Return the failure that came first, not its consequences.
+
+    Return None if all reports are ok.
+
+    :param reports: of the parts of one generation.
+    """
     if all(report.outcome == "ok" for report in reports):
         return None
     failed = [report for report in reports if report.outcome == "failed"]
@@ -115,12 +139,12 @@ def verdict(reports: list[ExitReport]) -> Cause | None:
     if lost and not failed:
         return Cause("node", lost[0].text)
     other = failed or [report for report in reports if report.outcome == "lost"]
-    text = next((report.text for report in other if report.text), "it ended")
+    text = next((report.text for report in other if report.text), "its programs ended")
     return Cause("exit" if failed else "lost", text)
 
 
 def _words(rank: RankExit) -> str:
-    """Return how a rank ended, in words."""
+    """Return how a rank ended, in words: "rank 3 exited with code 1: KeyError"."""
     what = f"rank {rank.rank} exited with code {rank.code}{' after ' if rank.after else ''}{rank.after}"
     if rank.code < 0:
         what = f"rank {rank.rank} was killed by {signal_name(-rank.code)}"
@@ -128,7 +152,13 @@ def _words(rank: RankExit) -> str:
 
 
 def exited(group: str, replica: int, generation: int, reports: list[ExitReport], *, reason: str) -> ReplicaExited:
-    """Return the event for the end of the programs, with log lines of one rank."""
+    """Return the event for the end of a generation's programs.
+
+    It has the last log lines of the rank that ended first.
+
+    :param reports: of the generation's parts.
+    :param reason: why the generation ended, in words.
+    """
     outcomes: tuple[Literal["failed", "lost", "stopped"], ...] = ("failed", "lost", "stopped")
     found = {"lost" if report.outcome == "node" else report.outcome for report in reports}
     ranks = sorted((rank for report in reports for rank in report.ranks), key=lambda rank: (rank.at, rank.rank))
@@ -146,7 +176,7 @@ def exited(group: str, replica: int, generation: int, reports: list[ExitReport],
 
 
 def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLinesDropped:
-    """Return the event for log lines that were lost."""
+    """Return the event for lines that a generation's log or the terminal lost."""
     where: Literal["file", "tee"] = "tee" if loss.where == "tee" else "file"
     return LogLinesDropped(
         group=group, replica=replica, generation=generation, count=loss.lines, where=where, reason=loss.reason
@@ -170,25 +200,25 @@ def line(transition: Transition, logs: Path | None, on_failure: OnFailure = "run
         case ReplicaEvent.START | ReplicaEvent.BACKOFF_ELAPSED:
             return f"{name}: starting{again}"
         case ReplicaEvent.ADOPT:
-            return f"{name}: continues{again}"
+            return f"{name}: continues under this supervisor{again}"
         case ReplicaEvent.READY if transition.start_s is not None:
             return f"{name}: ready after {transition.start_s:.1f} s{again}"
         case ReplicaEvent.READY:
-            return f"{name}: ready again{': ' if reason else ''}{reason}{again}"
+            return f"{name}: ready again{f' ({reason})' if reason else ''}{again}"
         case ReplicaEvent.HELD_UP | ReplicaEvent.SILENT:
-            return f"{name}: {reason}"
+            return f"{name}: {'silent' if transition.event is ReplicaEvent.SILENT else 'still ending'}: {reason}"
         case ReplicaEvent.RETRY:
-            when = f"in {transition.resume_s:.1f} s" if transition.resume_s else "as soon as it can"
+            when = f"in {transition.resume_s:.1f} s" if transition.resume_s else "as soon as possible"
             return f"{name}: {reason}; starting again {when}; logs: {folder}"
         case ReplicaEvent.GIVE_UP:
-            end = f"once mended: replicas reset-failed {name}" if on_failure == "replica" else f"the {on_failure} ends"
+            end = f"once fixed: replicas reset-failed {name}" if on_failure == "replica" else f"the {on_failure} ends"
             return f"{name}: failed: {reason}; {end}; logs: {folder}"
         case ReplicaEvent.FINISHED | ReplicaEvent.STOPPED:
             return f"{name}: {reason if reason.startswith(STOPPED) else transition.event.value}"
         case ReplicaEvent.LEFT:
-            return f"{name}: {reason}; free for the next program to join"
+            return f"{name}: ended ({reason}); free for the next program to join"
         case ReplicaEvent.UNREADY:
-            return f"{name}: not ready{': ' if reason else ''}{reason}"
+            return f"{name}: not ready{f' ({reason})' if reason else ''}"
         case ReplicaEvent.STOP | ReplicaEvent.RESTART | ReplicaEvent.RESET:
             return ""
         case _:
@@ -202,7 +232,9 @@ class WaitReports:
         self._since: dict[tuple[str, str], float] = {}
 
     def due(self, waits: Mapping[str, str], now: float) -> list[str]:
-        """Return a line for each reason that has lasted :data:`WAIT_S`, once.
+        """Return a line for each wait that has become long, once for each wait.
+
+        Long is more than :data:`WAIT_S`; a wait ends when its reason changes.
 
         :param waits: the present waits by name: the text after "waits", "" for none.
         :param now: seconds of any steady clock.
@@ -222,7 +254,10 @@ class FailureReports:
         self._said: set[tuple[str, int, str, str]] = set()
 
     def text(self, event: Event) -> str:
-        """Return lines to print for an event, or "" for no news; remember the event."""
+        """Return lines to print for an event, or "" if it needs none.
+
+        Remembers reported losses of log lines, which are not repeated.
+        """
         match event:
             case ReplicaExited(outcome="failed"):
                 return _last_words(event)
@@ -241,7 +276,7 @@ class FailureReports:
         self._said.add(key)
         name = f"{event.group}/{event.replica}"
         if event.where == "tee":
-            return f"{name}: some of its lines are shown only in its log: {event.reason}"
+            return f"{name}: not showing some of its lines here, only in its log: {event.reason}"
         return f"{name}: losing lines of its log: {event.reason}"
 
 
@@ -257,9 +292,10 @@ def _last_words(event: ReplicaExited) -> str:
 
 
 def lacks(view: Readiness | None) -> Reason | None:
-    """Return, in words, which versions a ready replica lacks, or None if it has all.
+    """Return, in words, which versions a ready replica does not serve.
 
-    None may be committed yet, or it refused the newest one.
+    No version may be committed yet, or it refused the newest one. Return None if it
+    serves all, or if ``view``, the coordinator's view of it, is None.
     """
     if view is None:
         return None

@@ -1,16 +1,13 @@
 """The nodes of a run: connect their agents, and start shims through them.
 
 A node is known by its name, from the first Hello of its agent until it is drained. Its
-connection and its willingness to take replicas are two tables
-(:mod:`replicas.core.lives.node_life`). The replicas of a lost node end for the reason
-``node``, at no cost, and start elsewhere.
+connection and its duty are tables (:mod:`replicas.core.lives.node_life`). The replicas
+of a lost node end for the reason ``node``, at no cost, and start elsewhere.
 
 A new agent process on a node (another *incarnation*) has none of the earlier agent's
 shims. It is ordered to end their leftover processes; only then have the replicas ended.
-That works only if it can see those processes. With the same name elsewhere (another
-machine, boot or pid namespace), the earlier agent's lease must end first. A supervisor
-that takes a run over expects the saved nodes and shims, as if they were away. An
-earlier supervisor's own processes end with their lease; unknown agents are waited for.
+If it is elsewhere (another machine, boot or pid namespace), the earlier agent's lease
+must end first. A supervisor that takes a run over expects the saved nodes and shims.
 """
 
 from __future__ import annotations
@@ -87,9 +84,10 @@ class Cluster:
     # ------------------------------------------------------------ shims
 
     def start_shim(self, spec: PartSpec, changed: Callable[[], None]) -> ShimHandle:
-        """Order a shim on the node that its replica holds, and return its handle.
+        """Order an agent to start a shim, which owns a part; return its handle.
 
-        The handle has ended if the node is away. OSError if the node is unknown.
+        Never waits. ``changed`` is called at each change of the shim's state. The
+        handle has ended if the node is away. OSError if the node is unknown.
         """
         shares = self._context.resources.shares(spec.group, spec.replica)
         member = self.members.get(shares[spec.node].node) if shares else None
@@ -99,7 +97,7 @@ class Cluster:
         order = wire.Start(spec=plain(spec), memory_nbytes=limits.memory_nbytes, max_processes=limits.max_processes)
         handle = ShimHandle(spec.nonce, member, changed, start=order)
         if member.life.state != "up":  # not a failure of the replica
-            handle.end(ExitReport("node", text=f"node {member.name} is {member.life.state}"))
+            handle.end(ExitReport("node", text=f"node {member.name} is {member.life.state}: nothing can start there"))
             return handle
         member.handles[spec.nonce] = handle
         member.send(order)
@@ -108,7 +106,7 @@ class Cluster:
     def expect(
         self, agents: Iterable[AgentRecord], shims: Iterable[ShimRecord], scope: str = ""
     ) -> list[tuple[ShimRecord, ShimHandle]]:
-        """Expect an earlier supervisor's nodes, and the shims on them; return handles.
+        """Add an earlier supervisor's nodes, as away; return handles of their shims.
 
         :param scope: of this machine: that supervisor's own agent must have the same.
         """
@@ -185,7 +183,7 @@ class Cluster:
     def _refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
         """Return why the agent is refused, or None after writing its lease to disk."""
         if local and not self._is_own(hello):
-            return wire.Refused(message="another agent of this machine has replaced this one")
+            return wire.Refused(message="a newer agent of this machine has replaced this one")
         refused = refusal(self.members, hello, local=local)
         if refused is not None:
             return refused
@@ -199,11 +197,12 @@ class Cluster:
         )
         problem = self._context.awaited.grant(lease)
         if problem:
-            log.error("refusing node %s: its lease cannot be written: %s", hello.node, problem)
-            return wire.Refused(message=f"the supervisor cannot write its lease: {problem}", again=True)
+            log.error("refusing node %s for now: that it joined cannot be written to disk (%s)", hello.node, problem)
+            return wire.Refused(message=f"the supervisor cannot write to disk that this joined ({problem})", again=True)
         return None
 
     def _welcome(self, *, local: bool) -> wire.Welcome:
+        """Return the message that accepts an agent; ``local``: that of this machine."""
         context, tokens = self._context, self._context.coordinator.tokens
         return wire.Welcome(
             run=context.config.run.name,
@@ -216,11 +215,12 @@ class Cluster:
         )
 
     def _new_token(self) -> wire.NewToken:
+        """Return the message with the run's present tokens, for an agent."""
         tokens = self._context.coordinator.tokens
         return wire.NewToken(tokens.text("member"), tokens.text("operator"))
 
     def _assign_leftover_shims(self, member: NodeEntry, scope: str) -> None:
-        """Hand the earlier agent's shims to a new agent, or to their lease."""
+        """Have a new agent, of this ``scope`` of pids, or leases end the old shims."""
         left = {nonce: one for nonce, one in (member.cleaning | member.handles).items() if not one.state.gone}
         member.cleaning, member.handles = {}, {}
         for nonce, handle in left.items():
@@ -232,20 +232,20 @@ class Cluster:
 
     @staticmethod
     def _wait_for_lease(member: NodeEntry, handle: ShimHandle, *, since: float) -> None:
-        """Note that a shim of an agent elsewhere ends with its lease."""
+        """Count a shim elsewhere as ending until its lease, from ``since``, is over."""
         member.elsewhere[handle.nonce] = handle
         handle.over_at = since + lost_after_s(member.life.lease_s)
         handle.lose(member.died)
 
     def _reconcile_shims(self, member: NodeEntry, states: Iterable[PartState]) -> None:
-        """Compare an agent's shims with the expected ones; repeat orders."""
+        """Match the states of an agent's shims to our handles; repeat lost orders."""
         told = {state.nonce: state for state in states}
         for nonce, handle in list(member.handles.items()):
             state = told.pop(nonce, None)
             if state is not None:
                 self._update_shim(member, state)
             elif handle.start is None and not handle.state.gone:
-                handle.end(ExitReport("node", text=f"node {member.name} has lost it"))
+                handle.end(ExitReport("node", text=f"the agent of node {member.name} no longer knows its processes"))
                 del member.handles[nonce]
             for order in handle.orders_to_repeat(known=state is not None):
                 member.send(order)
@@ -267,7 +267,7 @@ class Cluster:
                 self._changed(member)
 
     def _end_stranger(self, member: NodeEntry, state: PartState) -> ShimHandle:
-        """End a shim that belongs to no replica, and return its handle."""
+        """Order the end of a shim that belongs to no replica; return its handle."""
         if len(member.handles) >= wire.SHIMS_MAX:
             raise msgspec.DecodeError(f"more than {wire.SHIMS_MAX:,} shims")
         handle = member.handles[state.nonce] = ShimHandle(state.nonce, member)
@@ -277,7 +277,7 @@ class Cluster:
         return handle
 
     def receive(self, node: str, data: bytes) -> None:
-        """Handle a message of this node's agent. Raises msgspec.DecodeError."""
+        """Handle a message of a node's agent. DecodeError if it is malformed."""
         message = wire.decode_from_agent(data)
         if (member := self.members.get(node)) is None:
             return  # it was drained, and its connection is being closed
@@ -303,10 +303,10 @@ class Cluster:
                 if asked is not None and not asked.done():
                     asked.set_result(message)
             case _:
-                log.error("an unexpected %s of the agent of node %s", type(message).__name__, node)
+                log.error("ignoring an unexpected message (%s) of the agent of node %s", type(message).__name__, node)
 
     def closed(self, node: str, link: AgentLink) -> None:
-        """Note the end of a connection: its node is away, or left if released."""
+        """Note the end of an agent's connection: its node is away, or has left."""
         member = self.members.get(node)
         if member is None or member.link is not link:
             return
@@ -317,7 +317,7 @@ class Cluster:
             self._changed(member, "up")
 
     def tick(self) -> None:
-        """Find nodes that are away or lost. Call it at least every second."""
+        """Find nodes that are away or lost, and report them. Call it every second."""
         now = self._loop.time()
         pause_s, self._clock.due = self._clock.measure_pause(now), now + BEAT_S
         for member in [*self.members.values()]:
@@ -332,9 +332,9 @@ class Cluster:
                     self._changed(member, "up")
                 case "lease_over":
                     silent_s = now - member.life.heard_at
-                    self._lose(member, "lease_over", f"nothing was heard of it for {silent_s:.0f} s")
+                    self._lose(member, "lease_over", f"no message from its agent for {silent_s:.0f} s")
         if self._context.awaited.tick(now):
-            self._context.say("the leases of earlier supervisors are over")
+            self._context.say("no longer waiting for processes of earlier supervisors: their time (lease) is over")
             self._nodes_changed()
 
     def _drop_ended_leases(self, member: NodeEntry) -> None:
@@ -343,12 +343,12 @@ class Cluster:
             self._context.awaited.end(member.name, but=member.hello.incarnation)
 
     def silent_s(self, node: str) -> float:
-        """Return the seconds since this node was heard."""
+        """Return the seconds since this node was heard; 0 for an unknown node."""
         member = self.members.get(node)
         return self._loop.time() - member.life.heard_at if member is not None else 0.0
 
     def _lose(self, member: NodeEntry, event: Literal["left", "lease_over"], reason: str) -> None:
-        """Note that the node's processes are gone, so replicas may start elsewhere."""
+        """Step the node by ``event``, and count its processes as gone."""
         before = member.life.state
         member.life.step(event)
         if member.link is not None:
@@ -360,7 +360,7 @@ class Cluster:
             del self.members[member.name]
         self._changed(member, before, reason)
         for handle in lost:
-            handle.end(ExitReport("node", text=f"node {member.name} was lost: {reason}"))
+            handle.end(ExitReport("node", text=f"node {member.name} was lost ({reason})"))
 
     def _offer(self, member: NodeEntry) -> None:
         """Offer the node to replicas, or withdraw it, as its state requires."""
@@ -377,9 +377,10 @@ class Cluster:
         return self._context.config.cluster.labels if member.local else member.hello.labels
 
     def _changed(self, member: NodeEntry, before: NodeState | None = None, reason: str = "") -> None:
-        """Offer or withdraw the node; report its state if it is not ``before``; save.
+        """Offer or withdraw the node; report a new state; wake the monitor; save.
 
-        :param before: None if its state is the same.
+        :param before: the node's state before this change; None if its state is the
+            same.
         """
         self._offer(member)
         after, address = member.life.state, member.hello.address
@@ -402,7 +403,7 @@ class Cluster:
         return [name for name, member in self.members.items() if not member.local and member.life.state == "up"]
 
     def drain(self, node: str, *, undo: bool = False) -> None:
-        """Start no new replicas on the node; or allow them again (``undo``)."""
+        """Let no new replica start on the node, or allow it again (``undo``)."""
         member = self.members[node]
         member.life.ask("undrain" if undo else "drain")
         if undo:
@@ -410,7 +411,7 @@ class Cluster:
         self._changed(member)
 
     def is_open(self, node: str) -> bool:
-        """Return True if the node is there, and no drain was ordered or all undone."""
+        """Return True if the node is known, and is not being drained."""
         member = self.members.get(node)
         return member is not None and member.life.duty == "open"
 
@@ -454,17 +455,17 @@ class Cluster:
             member.send(wire.Over())
 
     async def closed_all(self, timeout_s: float) -> None:
-        """Wait for all agents to disconnect; return after ``timeout_s`` in any case."""
+        """Wait up to ``timeout_s`` until all agents have disconnected."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 for link in [one.link for one in self.members.values() if one.link is not None]:
                     await link.over.wait()
 
     async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
-        """Send the query; return the agent's reply. TimeoutError if there is none."""
+        """Send a query; return the reply of type ``kind``, or raise TimeoutError."""
         member = self.members.get(node)
         if member is None or member.link is None or member.life.state != "up":
-            raise TimeoutError(f"node {node} is away")
+            raise TimeoutError(f"node {node} is away: its agent is not connected")
         asked: asyncio.Future[Reply] = self._loop.create_future()
         self._replies[kind, query.number] = asked
         member.send(query)
@@ -477,7 +478,7 @@ class Cluster:
     # ------------------------------------------------------------ state
 
     def records(self) -> tuple[AgentRecord, ...]:
-        """Return the agents that the next supervisor has to find."""
+        """Return the living agents, by which the next supervisor finds them."""
         return tuple(
             AgentRecord(
                 node=member.name,
@@ -494,6 +495,7 @@ class Cluster:
         )
 
     def status(self) -> tuple[NodeStatus, ...]:
+        """Return a snapshot of all nodes, for ``replicas status``."""
         now = self._loop.time()
         resources = self._context.resources
         return tuple(

@@ -55,16 +55,25 @@ class Neighbours(Protocol):
         ...
 
     def restart_group_with(self, group: str, replica: int, text: str) -> None:
-        """Restart the other replicas, if the group restarts as a whole."""
+        """Restart the group's other replicas if ``[restart] strategy`` is "group".
+
+        :param replica: index of the replica that has failed.
+        :param text: why it has failed.
+        """
         ...
 
     def progressed(self, group: str, replica: int) -> bool | None:
-        """Return True if this generation made a new step or version, None if it is on
-        no channel."""
+        """Return whether the replica's present generation made a new step or version.
+
+        None if that is unknown, for example because it is on no channel.
+        """
         ...
 
     def on_transition(self, transition: Transition) -> None:
-        """Report a replica's new state; free its resources if it has settled."""
+        """Report a replica's new state; free its resources if it has settled.
+
+        Called after each transition, on the event loop; does not wait.
+        """
 
 
 @dataclass(kw_only=True)
@@ -122,7 +131,7 @@ class FleetContext:
         return any(group in one.groups for one in self.config.channels.values())
 
     def environment(self) -> Mapping[str, str]:
-        """Return variables for all processes: control port, token file, run, id."""
+        """Return the run's variables for the environment of all rank processes."""
         return {
             environ.ENDPOINT: self.coordinator.endpoint,
             environ.TOKEN_FILE: str(self.state.token_file),

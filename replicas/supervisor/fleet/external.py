@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 
 from replicas import errors
+from replicas.core.base.effects import LOSS_WORDS
 from replicas.core.lives.lifecycle import RUNNING, ReplicaEvent
 from replicas.supervisor.fleet.generation_lifecycle import GenerationLifecycle
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
@@ -45,14 +46,22 @@ class External(Replica):
         return self._context.coordinator.joined(group).get(index, frozenset())
 
     def _is_another(self, joined: frozenset[str]) -> bool:
-        """Return True if none of these members belongs to the current program."""
+        """Return True if none of the members ``joined`` belongs to the current program.
+
+        Also True if there are none.
+        """
         return not joined or joined.isdisjoint(self._seen)
 
     # ------------------------------------------------------------ requests
 
     def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
-        """:raises replicas.errors.UsageError: always: another launcher starts it."""
-        raise errors.UsageError(f"replica {self.name} is external", hint="restart its program where it was started")
+        """Refuse: only the launcher of an external replica can restart it.
+
+        :raises replicas.errors.UsageError: always.
+        """
+        raise errors.UsageError(
+            f"replica {self.name} is external: its program is started by others", hint="restart it there"
+        )
 
     def halt(self, hurry_s: float | None = None) -> None:
         """Exclude the running program, if there is one, from further syncs.
@@ -71,18 +80,24 @@ class External(Replica):
 
     @property
     def members_generation(self) -> int:
-        """A number that no generation of a member exceeds."""
+        """A number that no member's generation exceeds, to mean all of them."""
         return _EVERY_GENERATION
 
     def member_lost(self, rank: int, reason: str) -> None:
-        """Note how a member ended, and wake the task."""
-        self._end = f"rank {rank} left" if reason == "left" else f"rank {rank} is lost ({reason})"
+        """Note how a member ended, and wake the replica's task.
+
+        :param reason: "left" if it left in order, or why the coordinator removed it.
+        """
+        self._end = f"rank {rank} left" if reason == "left" else f"rank {rank}: {LOSS_WORDS.get(reason, reason)}"
         self.wake()
 
     # ------------------------------------------------------------ its lives
 
     def check(self, now: float) -> None:
-        """Update readiness; wake the task when a program joins or has left."""
+        """Update readiness; wake the task when a program joins or has left.
+
+        :param now: time of the loop's clock.
+        """
         if self.life.state not in RUNNING or self._is_another(self._joined):
             self.current.check_sync(now)
             self.wake()
@@ -94,7 +109,10 @@ class External(Replica):
         self._follow(ready=view.ready, now=now)
 
     def _start_if_due(self) -> bool:
-        """Begin a life if a new program has joined. Return True if it has members."""
+        """Begin a generation if a new program has joined.
+
+        Return True if a program is there. Sets why the replica waits, otherwise.
+        """
         joined = self._joined
         if self.life.state == "drained":
             if self._context.coordinator.recovering:
@@ -102,7 +120,7 @@ class External(Replica):
             if self._context.coordinator.recovering or not self._is_another(joined):
                 return False
             self._end_life(ReplicaEvent.RESTART, "its drained program has ended")
-        self._waits_for = "for a program that you start to join"
+        self._waits_for = "for a program, which you start, to join"
         if joined and self.life.state == "pending":
             self._seen = joined
             self._apply(ReplicaEvent.START)
@@ -111,7 +129,10 @@ class External(Replica):
         return bool(joined)
 
     async def _run_generation(self) -> None:
-        """Follow the program until its members are gone or it is to stop."""
+        """Wait until the program's members are gone or the replica is to stop.
+
+        Then report its end.
+        """
         self.check(self._now())
         while self.current.state in ("running", "syncing") and not self._is_another(joined := self._joined):
             self._seen |= joined
@@ -125,11 +146,14 @@ class External(Replica):
         self._ask("done")
 
     def _end_life(self, event: ReplicaEvent, reason: str) -> None:
-        """Forget the members of a program that is gone, and step the lifecycle."""
+        """Have the coordinator forget the members of a program that is gone.
+
+        Then step the replica's states by ``event``.
+        """
         self._seen, self._end = frozenset(), ""
         self._context.coordinator.forget(*self._key)
         self._apply(event, reason=reason)
 
     async def stacks(self) -> dict[str, str]:
         """Return a note by the replica's name, because there are no stacks."""
-        return {self.name: "an external replica: its stacks cannot be dumped from here"}
+        return {self.name: 'its program is started by others (launcher = "external"); run py-spy dump --pid there'}

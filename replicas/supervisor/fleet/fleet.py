@@ -5,22 +5,19 @@ fleet before a start or restart, and reports failures to it. A monitor checks al
 replicas four times a second, and after each change (a transition, or an event of the
 coordinator). The monitor also decides when the run is over:
 
-* with exit code 0 when the groups of ``stop_when``, or all groups, have finished;
+* with exit code 0 when the groups of ``stop_when``, or all, have finished (a group that
+  is scaled to 0 has not);
 * with exit code 2 when ``cluster.min_nodes`` nodes have not joined in time;
 * with exit code 1 when a group's failures end the run: by its ``on_failure``, if fewer
   than ``min_ready`` of its replicas are left, or if no target of a channel is left
   (``least_left``). A group for which the end of the run waits always ends it when no
   replica of it is left.
 
-A group that is scaled to 0 has not finished.
-
 Groups start when their dependencies are met, and end in reverse order, level by level
 of ``depends_on``. With ``strategy = "group"`` a failed replica ends the others of its
 group; they start again together, when all are gone.
-
 An *external* group (:mod:`replicas.supervisor.fleet.external`) has each expected
 replica, and each other one that has joined; the run does not wait for its end.
-
 Commands run in their callers' tasks, which wait for conditions that the monitor checks
 (:meth:`Fleet.until`). The clock is the loop's: tests run a fleet in virtual time.
 """
@@ -64,6 +61,7 @@ Adopted = Mapping[tuple[str, int], tuple[list[ShimRecord], list[ShimHandle]]]
 
 
 def _now() -> float:
+    """Return the time of the loop's clock, in seconds."""
     return asyncio.get_running_loop().time()
 
 
@@ -101,7 +99,7 @@ class Fleet:
     # ------------------------------------------------------------ start
 
     def start(self, adopted: Adopted | None = None) -> None:
-        """Start the monitor and all replicas.
+        """Start the monitor and the tasks of all replicas. Does not wait.
 
         :param adopted: generations that continue; None without agents that continue.
         """
@@ -120,7 +118,10 @@ class Fleet:
         self._fill(group)
 
     def _fill(self, group: Group, adopted: Adopted | None = None) -> None:
-        """Add and start the missing replicas of a group, or adopt their generations."""
+        """Add and start the missing replicas of a group, or continue generations.
+
+        ``adopted``, if not None, has those that an earlier supervisor started.
+        """
         joined = self._context.coordinator.joined(group.config.name) if group.config.external else ()
         kind = External if group.config.external else Replica
         name, found = group.config.name, adopted or {}
@@ -202,7 +203,7 @@ class Fleet:
                 self._finish(DONE, f"done: {', '.join(wanted)} finished")
 
     def _finish(self, code: int, words: str) -> None:
-        """Set the run to be over, with this exit code and reason."""
+        """Note that the run is over, with this exit code and reason, and print it."""
         self.exit_code, self.ended_by = code, words
         self._context.say(words)
         self.over.set()
@@ -215,7 +216,7 @@ class Fleet:
     @property
     def words_of_cut(self) -> str:
         """A sentence that names :attr:`cut`, or "" if all replicas ended in time."""
-        return f"killed or left behind, because not ended in time: {list_text(self.cut, _NAMED)}" if self.cut else ""
+        return f"killed, as they had not ended in time: {list_text(self.cut, _NAMED)}" if self.cut else ""
 
     @property
     def words_of_end(self) -> str:
@@ -254,9 +255,11 @@ class Fleet:
         return tuple(record for replica in self.all() for record in replica.shims)
 
     def replica(self, group: str, index: int) -> Replica | None:
+        """Return the replica, or None if there is none."""
         return self.groups[group].replicas.get(index) if group in self.groups else None
 
     def all(self) -> list[Replica]:
+        """Return all replicas of all groups."""
         return [replica for group in self.groups.values() for replica in group.replicas.values()]
 
     def group(self, name: str) -> Group:
@@ -267,7 +270,7 @@ class Fleet:
         return group
 
     def targets(self, target: str | None) -> list[Replica]:
-        """Return replicas of ``group``, ``group/index`` or all. Raises UsageError."""
+        """Return replicas of ``group`` or ``group/index``, or all; or UsageError."""
         if target is None:
             return self.all()
         name, slash, index = target.partition("/") if isinstance(target, str) else (target, "", "")
@@ -276,19 +279,20 @@ class Fleet:
             return [replica for _, replica in sorted(group.replicas.items())]
         if not index.isdecimal() or len(index) > _DIGITS or int(index) not in group.replicas:
             known = list_text([replica.name for replica in group.replicas.values()], 8) or "none"
-            raise errors.UsageError(f'no replica "{one_line(text_of(target, 80))}"', hint=f"there are {known}")
+            raise errors.UsageError(f'no replica "{one_line(text_of(target, 80))}"', hint=f"the replicas are {known}")
         return [group.replicas[int(index)]]
 
     # ------------------------------------------------------------ called by replicas
 
     def size(self, group: str) -> int:
+        """Return the wanted number of replicas of the group."""
         return self.groups[group].size
 
     def waits_for(self, group: str, replica: int, *, first: bool) -> Reason | None:
-        """Assign nodes for a start, or return why it waits (the text after "waits")."""
+        """Assign nodes and return None, or return why a (``first``) start waits."""
         one = self.groups[group]
         if self._held_back(one):
-            return f"for the other replicas of {group}"
+            return f"for the other replicas of group {group}, which restart together"
         if first:
             needed = {name: other.needed for name, other in self.groups.items()}
             if missing := unmet(one.config, needed, {name: other.staying for name, other in self.groups.items()}):
@@ -298,13 +302,13 @@ class Fleet:
         return waits or (f"for {lacks}" if lacks else None)
 
     def _held_back(self, group: Group) -> bool:
-        """Return True if the group restarts as a whole, and is not ready for that."""
+        """Return True if a restart of the whole group waits for its last replica."""
         if group.config.restart.strategy != "group":
             return False
         return any(one.falling for one in group.replicas.values()) or group.rules.resume_in_s(_now()) > 0
 
     def restart_group_with(self, group: str, replica: int, text: str) -> None:
-        """Restart the other replicas, if the group restarts as a whole."""
+        """Restart the others, for ``text``, if the group restarts as a whole."""
         one = self.groups[group]
         if one.config.restart.strategy != "group" or one.config.restart.policy == "never":
             return
@@ -323,7 +327,7 @@ class Fleet:
         return one.replicas[replica].current.progressed
 
     def on_transition(self, transition: Transition) -> None:
-        """Report a replica's transition, and let it affect resources and its group."""
+        """Emit a replica's new state; free its GPUs if it has ended; save if needed."""
         group = self.groups.get(transition.group)
         replica = self.replica(transition.group, transition.replica)
         if replica is not None and transition.after in SETTLED and not replica.stuck:
@@ -338,7 +342,7 @@ class Fleet:
         self._context.wake_monitor()
         if group is not None and transition.event is Step.GIVE_UP and group.config.on_failure == "group":
             for other in group.replicas.values() if replica is not None and replica.asked != "fail" else ():
-                other.fail(f"its group failed: replica {transition.group}/{transition.replica}: {transition.reason}")
+                other.fail(f"its group failed, with {transition.group}/{transition.replica} ({transition.reason})")
 
     # ------------------------------------------------------------ commands
 
@@ -371,7 +375,7 @@ class Fleet:
         await self._remove_when_ended(group, leaving, reason).wait()
 
     def _remove_when_ended(self, group: Group, leaving: list[Replica], reason: DrainReason) -> asyncio.Event:
-        """Remove stopped replicas when they end. The result is set when all are."""
+        """Start a task that removes ``leaving`` when ended; return its end's event."""
         ended = asyncio.Event()
 
         async def finish() -> None:
@@ -384,7 +388,7 @@ class Fleet:
         return ended
 
     async def _await_end(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
-        """Wait for the end of stopped replicas, and remove them."""
+        """Wait for the end of stopped replicas; remove each, and an emptied group."""
         name, began = group.config.name, _now()
         for replica in leaving:
             self._context.emit(Draining(target=replica.name, reason=reason))
@@ -416,8 +420,8 @@ class Fleet:
             )
         group = self.group(target.partition("/")[0])
         if group.config.external:
-            text = f"group {group.config.name} is external"
-            raise errors.UsageError(text, hint="restart its programs where they were started")
+            text = f"group {group.config.name} is external: its programs are started by others"
+            raise errors.UsageError(text, hint="restart them where they were started")
         self._context.save(order=True)  # the start would fail if the state could not be written
         self._context.emit(RestartAsked(target=target, rolling=rolling))
         if rolling:
@@ -451,9 +455,9 @@ class Fleet:
             todo[:] = [index for index in todo if index in states]
             failed = group.failed
             if failed is not None and failed.index not in todo:
-                raise errors.WorldError(f"rolling restart: replica {failed.name} failed: {failed.life.reason}")
+                raise errors.WorldError(f"rolling restart: replica {failed.name} failed ({failed.life.reason})")
             if self.draining or self.over.is_set():
-                raise errors.WorldError("rolling restart: the run is over")
+                raise errors.WorldError("rolling restart: the run is over or drained")
             return restartable_now(states, todo, group.config.max_unavailable)
 
         while todo:
@@ -484,17 +488,18 @@ class Fleet:
         self._context.save(order=True)
         if spent or names:
             self._context.emit(FailedReset(replicas=names, groups=spent))
-            full = f"restart budget of {', '.join(spent)} restored" if spent else ""
-            began = f"starting {', '.join(names)}" if names else ""
+            full = f"restart budget of group {', '.join(spent)} is full again" if spent else ""
+            began = f"starting {', '.join(names)} again" if names else ""
             self._context.say(f"reset-failed: {'; '.join(filter(None, (began, full)))}")
         self._context.wake_monitor()
         return names
 
     async def drain(self, target: str | None = None, *, hurry: bool = False, reason: DrainReason = "requested") -> None:
-        """End replicas, and wait until their processes are gone.
+        """End replicas after their sync, and wait until their processes are gone.
 
-        Replicas of a target stay stopped until they are restarted. ``hurry``: SIGKILL
-        immediately, also in a drain that is in progress.
+        Replicas of a target stay stopped until they are restarted. Without a target,
+        the run is over then. ``hurry``: SIGKILL immediately, also in a drain that is in
+        progress.
         """
         if target is not None:
             chosen, began = self.targets(target), _now()

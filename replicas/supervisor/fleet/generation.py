@@ -52,7 +52,12 @@ class Generation:
     def prepare(self, group: GroupConfig, index: int, number: int, *, replicas: int) -> Reason | None:
         """Write to disk which shims will be started. Return the problem, or None.
 
-        :param replicas: the wanted size of the group.
+        Blocks for the write. After a problem, nothing may be started.
+
+        :param group: the config of the group.
+        :param index: of the replica.
+        :param number: of the generation.
+        :param replicas: the wanted size of the group, for the environment of the ranks.
         """
         context = self._context
         self._specs = specs = [
@@ -78,19 +83,28 @@ class Generation:
         return problem
 
     def start(self) -> None:
-        """Start a shim for each part. OSError if one fails; others may run then."""
+        """Order a shim for each part from the agent of its node. Does not wait.
+
+        :raises OSError: one cannot be started; others may run then.
+        """
         for spec in self._specs:
             self.parts.append(self._context.start_shim(spec, self._changed))
 
     def adopt(self, records: list[ShimRecord], parts: list[ShimHandle]) -> None:
-        """Take over an earlier supervisor's shims, which call ``changed`` from now."""
+        """Take over an earlier supervisor's shims, which call ``changed`` from now on.
+
+        :param records: one for each part, in the order of ``parts``.
+        """
         self._records, self.parts = records, parts
         for part in parts:
             part.changed = self._changed
 
     @property
     def records(self) -> list[ShimRecord]:
-        """Records by which another supervisor finds the shims."""
+        """Records by which another supervisor finds the shims, one for each part.
+
+        A shim is the process that owns the processes of one part.
+        """
         for number, part in enumerate(self.parts[: len(self._records)]):
             record = self._records[number]
             if record.process is None and part.state.pid and part.local:
@@ -130,14 +144,17 @@ class Generation:
 
     @property
     def remains(self) -> Remains | None:
-        """Processes that survive SIGKILL, or None if none are known."""
+        """Processes that survive SIGKILL, or None if none are known.
+
+        Includes shims that should be dead by now.
+        """
         left = [part for part in self.parts if not part.state.gone]
         found = [part.state.remains for part in left if part.state.remains is not None]
         if self.late_s >= _SHIM_DIES_S:  # its shims were killed by then
             since = time.time() - self.late_s
             heard = [part for part in left if part.over_at == math.inf and part.unheard_s() < UNHEARD_S]
             dying = [part for part in heard if part.state.remains is None]
-            found += [Remains(since, ((part.state.pid, "its shim"),)) for part in dying]
+            found += [Remains(since, ((part.state.pid, "its shim, which watches the ranks"),)) for part in dying]
         if not found:
             return None
         processes = tuple(one for remains in found for one in remains.processes)
@@ -145,12 +162,16 @@ class Generation:
 
     @property
     def awaits(self) -> Reason | None:
-        """Why its end is delayed (``12 s for the lease of node a``), or None."""
+        """Why its end is delayed (``12 s for the lease of node a``), or None.
+
+        The end of shims on a lost machine is known only when their agent's lease is
+        over.
+        """
         left = {part.node: part.over_at for part in self.parts if part.over_at < math.inf and not part.state.gone}
         if not left:
             return None
         name, until = max(left.items(), key=lambda one: one[1])
-        return f"{max(0.0, until - self._loop.time()):.0f} s for the lease of node {name}"
+        return f"up to {max(0.0, until - self._loop.time()):.0f} s for its processes on node {name} to end"
 
     @property
     def unheard(self) -> list[str]:
@@ -158,21 +179,30 @@ class Generation:
         return [part.node for part in self.parts if not part.state.gone and part.unheard_s() > UNHEARD_S]
 
     def send_rendezvous(self) -> None:
-        """Send the rendezvous of part 0 to the others, if part 0 has one."""
+        """Send the rendezvous (host and port) of part 0 to the other parts' shims.
+
+        Do nothing while part 0 has not reported it.
+        """
         meeting = self.parts[0].state.rendezvous if self.parts else None
         if meeting is not None:
             for part in self.parts[1:]:
                 part.send_rendezvous(*meeting)
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """Send SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: dump first."""
+        """Order SIGTERM for all parts now, SIGKILL after ``timeout_s``. Does not wait.
+
+        :param stacks: have the ranks' stacks saved to their logs first.
+        """
         if self.parts:
             self.be_gone_within(timeout_s + STUCK_S)
         for part in self.parts:
             part.stop(timeout_s, stacks=stacks)
 
     def be_gone_within(self, seconds: float) -> None:
-        """Set when remaining shims are late, in seconds from now, or advance that."""
+        """Kill shims that are not gone after ``seconds``; an earlier limit stays.
+
+        :meth:`kill_late_shims` does that.
+        """
         deadline = self._loop.time() + seconds
         if deadline < self._gone_by:
             self._gone_by = self.look_at = deadline
@@ -195,7 +225,10 @@ class Generation:
         )
 
     def kill_late_shims(self) -> None:
-        """Kill late shims that report no reason; agents then sweep their processes."""
+        """Have late shims killed, unless they report which process does not die.
+
+        Agents then sweep their processes. To be called at :attr:`look_at`.
+        """
         now = self._loop.time()
         if now < self.look_at:
             return
@@ -206,7 +239,7 @@ class Generation:
 
     @property
     def late_s(self) -> float:
-        """How long the shims are late, in seconds; 0 if they are not."""
+        """Seconds by which the shims have outlived their limit; 0 if they have not."""
         return max(0.0, self._loop.time() - self._gone_by)
 
     def abandon(self) -> None:
@@ -216,7 +249,10 @@ class Generation:
                 part.abandon()
 
     async def stacks(self) -> dict[str, str]:
-        """Return stacks by ``group/replica/rank``, and a note for silent parts."""
+        """Ask for the stacks of all ranks, wait, and return them as texts.
+
+        By ``group/replica/rank``; parts whose shim does not answer in time have a note.
+        """
         found: dict[str, str] = {}
         for part, record in zip(self.parts, self.records, strict=False):  # an ended generation has no records left
             if part.state.report is not None:
@@ -224,12 +260,12 @@ class Generation:
             try:
                 found |= await part.stacks()
             except TimeoutError:
-                found[f"{record.group}/{record.replica}, node {record.node}"] = "its shim does not answer"
+                found[f"{record.group}/{record.replica}, node {record.node}"] = "their shim does not answer"
         return found
 
 
 def save_start(context: FleetContext, generation: int) -> Reason | None:
-    """Save that a generation of this number is about to start.
+    """Save that a generation of this number is about to start. Blocks.
 
     Without that, the next supervisor would not know of the start, and could use its
     number again.
@@ -255,7 +291,10 @@ def wants_tee(logs: LogsConfig) -> bool:
 
 
 def _sidecars(context: FleetContext, group: str) -> str:
-    """Return when ranks of the group start sidecars: ahead, later, or never ("")."""
+    """Return when ranks of the group start sidecars: "ahead", "later", or "" (never).
+
+    A sidecar is the process that owns a rank's part of a process group.
+    """
     if not context.on_channel(group):
         return ""
     channels = (one for one in context.config.channels.values() if group in one.groups)
@@ -265,7 +304,12 @@ def _sidecars(context: FleetContext, group: str) -> str:
 def _part_spec(
     context: FleetContext, group: GroupConfig, index: int, generation: int, node: int, *, replicas: int
 ) -> PartSpec:
-    """Return the spec of the part on node ``node``, with a new mark."""
+    """Return the spec of one part of a generation, with a new random mark.
+
+    :param index: of the replica.
+    :param node: number of the part within the replica.
+    :param replicas: the wanted size of the group, for the environment of the ranks.
+    """
     nonce = secrets.token_hex(16)
     folder = str(context.state.log_dir(group.name, index, generation))
     env = {"PYTHONFAULTHANDLER": "1", **group.env, **context.environment(), environ.LOG_DIR: folder, MARK: nonce}

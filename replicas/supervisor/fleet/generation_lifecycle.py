@@ -31,7 +31,7 @@ DISK_AGAIN_S = 1.0
 
 
 async def _turn(turns: asyncio.Semaphore) -> Callable[[], None]:
-    """Wait for one of the limited turns to start processes.
+    """Wait for one of the limited turns to start processes; take it.
 
     :returns: a function that ends the turn, which also ends after ``TURN_S``.
     """
@@ -67,10 +67,14 @@ class GenerationOwner(Protocol):
         """Wait for :meth:`wake`, or until this time of the loop's clock."""
 
     def end_for_failure(self, cause: Cause) -> None:
-        """Note why the generation ends, and report it to the fleet."""
+        """Note why the generation ends, and have the fleet restart its group.
+
+        The latter only if the group restarts as a whole. Ends no process of this
+        replica.
+        """
 
     def held_up(self) -> None:
-        """Report that processes of the generation take long to die."""
+        """Report, as the replica's state, that its processes take long to die."""
 
 
 class GenerationLifecycle:
@@ -106,14 +110,18 @@ class GenerationLifecycle:
         self._now = asyncio.get_running_loop().time
 
     def adopt(self, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
-        """Continue with processes that an earlier supervisor started."""
+        """Continue with processes that an earlier supervisor started.
+
+        :param records: one for each part. :param nodes: the shims of the parts, in that
+            order.
+        """
         self.started_with, self._mark = "", None
         self.generation.adopt(records, nodes)
         self.apply_event("launched")
 
     @property
     def progressed(self) -> bool | None:
-        """True if it made a new step or version, None if unknown."""
+        """True if a step or version is new since the start; None if unknown."""
         if self._mark is None or not self._context.on_channel(self._key[0]):
             return None
         return self._context.coordinator.progress(*self._key) != self._mark
@@ -147,25 +155,31 @@ class GenerationLifecycle:
             turn_over()
 
     async def _pause(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` or for a wake. Return False to give up the start."""
+        """Wait up to ``seconds`` or for a wake of the replica's task.
+
+        Return False if its end was requested, so that the start must be given up.
+        """
         await self._owner.wait_for_wake(self._now() + seconds)
         return self.state == "waiting"
 
     async def _launch(self) -> Callable[[], None]:
-        """Start the processes, unless it was asked to end.
+        """Wait for a turn and the disk, and start the processes.
+
+        Start none if they run already, or if the end was requested meanwhile. A failed
+        start is reported as the end of the generation.
 
         :returns: a function that ends the turn of this start (:func:`_turn`).
         """
         if self.generation.parts:
             return lambda: None
-        self.hold_ups.waits = "for other replicas to start"
+        self.hold_ups.waits = "for its turn: other replicas start first"
         owner, turn_over = self._owner, await _turn(self._context.turns)
         owner.life.launched(self._now())
         while self.state == "waiting":
             problem = self.generation.prepare(
                 owner.group, owner.life.replica, owner.life.generation, replicas=owner.group_size
             )
-            self.hold_ups.waits = f"for the disk of the state folder ({problem})" if problem else ""
+            self.hold_ups.waits = f"until the state folder can be written ({problem})" if problem else ""
             if not problem:
                 break
             turn_over()
@@ -177,14 +191,17 @@ class GenerationLifecycle:
             self.generation.start()
             self.apply_event("launched")
         except OSError as error:
-            owner.end_for_failure(Cause("lost", f"a shim cannot be started: {error}"))
+            owner.end_for_failure(Cause("lost", f"its shim, which starts the ranks, cannot be started: {error}"))
             self.apply_event("not_launched")
         return turn_over
 
     def apply_event(self, event: CourseInput, timeout_s: float = 0.0, *, stacks: bool = False) -> None:
         """Step the state table by an event, and carry out the resulting actions.
 
-        :param timeout_s: from SIGTERM to SIGKILL. :param stacks: save stacks first.
+        These order the end of processes, and never wait for it.
+
+        :param timeout_s: from SIGTERM to SIGKILL.
+        :param stacks: save stacks first.
         """
         for action in self._machine.step(event):
             match action:
@@ -202,7 +219,10 @@ class GenerationLifecycle:
                     self._context.coordinator.replica_ended(*self._key, self._owner.life.generation, reason)
 
     def _finish_sync(self) -> None:
-        """Let the replica finish its sync; stop the processes if there is none."""
+        """Let the replica finish its sync; stop the processes if there is none.
+
+        Does not wait: :meth:`check_sync` follows the sync.
+        """
         owner = self._owner
         if not self._context.on_channel(owner.group.name):
             self.apply_event("sync_over", owner.group.stop_timeout_s)
@@ -212,16 +232,19 @@ class GenerationLifecycle:
         self.check_sync(self._now())
         if self.state == "syncing":
             limit = f"{owner.group.drain_timeout_s:g} s at most"
-            self._context.say(f"{owner.life.name}: stopping it after its sync; {self.busy_with} ({limit})")
+            self._context.say(f"{owner.life.name}: stopping it after its present work: {self.busy_with} ({limit})")
 
     def check_sync(self, now: float) -> None:
-        """Stop the processes if a sync that delayed that is over or late."""
+        """Stop the processes if the sync that delays their end is over or late.
+
+        :param now: time of the loop's clock.
+        """
         if self.state != "syncing":
             return
         group, late = self._owner.group, now >= self._drain_by
         self.busy_with = self._context.coordinator.busy(*self._key)
         if self.busy_with and late:
-            self._context.say(f"{self._owner.life.name}: not done within {group.drain_timeout_s:g} s; {self.busy_with}")
+            self._context.say(f"{self._owner.life.name}: stopping it now, as drain_timeout is over: {self.busy_with}")
         if not self.busy_with or late or self.generation.reports:
             self.apply_event("sync_over", group.stop_timeout_s)
 
@@ -232,11 +255,14 @@ class GenerationLifecycle:
         return late if self.state == "syncing" else self.generation.kill_at
 
     def forgive(self, pause_s: float) -> None:
-        """Extend the limit of the sync by ``pause_s``."""
+        """Extend the limit of the sync by ``pause_s``, a pause of this process."""
         self._drain_by += pause_s
 
     def _follow(self) -> None:
-        """Step the table by the states of the parts; emit their lost log lines."""
+        """Step the table by the states of the parts; emit their lost log lines.
+
+        Also passes the rendezvous of part 0 on to the others.
+        """
         generation, owner = self.generation, self._owner
         generation.send_rendezvous()
         for part in generation.parts:
@@ -259,14 +285,18 @@ class GenerationLifecycle:
             self.apply_event("give_up")
 
     def _note_end(self) -> None:
-        """Note why the main processes ended, unless a reason is known, and emit it."""
+        """Find why the main processes ended, unless a reason is known; emit events.
+
+        Sets :attr:`cause`, by way of the owner, :attr:`last_exit`, :attr:`ran_s` and
+        :attr:`cut`.
+        """
         owner, generation, reports = self._owner, self.generation, self.generation.reports
         self.ran_s = owner.life.starting_s(self._now())
         own = verdict(reports)
         if any(part.stopping for part in generation.parts) and all(
             report.outcome in ("ok", "stopped") for report in reports
         ):
-            own = Cause("requested", "it was being ended")  # by an earlier supervisor
+            own = Cause("requested", "it was being stopped")  # by an earlier supervisor
         if own is not None and owner.asked == "nothing":
             owner.end_for_failure(own)
         number, cause = owner.life.generation, self.cause

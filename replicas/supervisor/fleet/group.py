@@ -46,7 +46,7 @@ class Group:
             self.rules.restore(spent=spent, cycles=cycles, now=now)
 
     def saved(self, now: float, wall: float) -> SavedGroup:
-        """Return the state that survives a kill.
+        """Return the state of the group that survives a kill of the supervisor.
 
         :param now: seconds of the loop's clock. :param wall: seconds since 1970.
         """
@@ -72,6 +72,8 @@ class Group:
     def enter(self, replica: Replica, *, settled: bool = False) -> None:
         """Add a replica, with the state of an earlier one of its index.
 
+        The replica may be stopped or ended then, as its earlier one was.
+
         :param settled: a replica that had finished or failed stays so.
         """
         self.replicas[replica.index] = replica
@@ -90,21 +92,26 @@ class Group:
                     replica.end_as(before.ending)
 
     def retire(self, replica: Replica) -> None:
-        """Remove a replica, and keep its state for the next one of its index."""
+        """Remove an ended replica; keep its state for the next one of its index."""
         del self.replicas[replica.index]
         self._retired[replica.index] = msgspec.structs.replace(_kept(replica), halted=False, settled="")
         self.rules.remove_replica(replica.index)
 
     def retire_surplus(self, joined: Container[int]) -> None:
-        """Remove replicas beyond the expected number that have no members."""
+        """Remove or stop replicas beyond the expected number that have no members.
+
+        For an external group.
+
+        :param joined: indices of the replicas with members.
+        """
         for replica in [one for index, one in self.replicas.items() if index >= self.size and index not in joined]:
             if replica.over.is_set():
                 self.retire(replica)
             elif replica.life.state == "pending":
-                replica.stop(why="not expected any more")
+                replica.stop(why="its group is smaller now")
 
     def restarts_by_reason(self) -> dict[str, int]:
-        """Return the number of restarts by reason, of removed replicas too."""
+        """Return the number of restarts by reason, those of removed replicas too."""
         totals: Counter[str] = Counter()
         retired = (one.restarts for one in self._retired.values())
         for restarts in (*retired, *(replica.life.restarts for replica in self.replicas.values())):
@@ -113,6 +120,7 @@ class Group:
 
     @property
     def states(self) -> dict[int, ReplicaState]:
+        """The present state of each replica, by index."""
         return {index: replica.life.state for index, replica in sorted(self.replicas.items())}
 
     @property
@@ -150,7 +158,7 @@ class Group:
         return next((one for one in self.replicas.values() if one.life.state == "failed"), None)
 
     def failure(self, least: int) -> Reason | None:
-        """Return why failures of this group end the run, or None.
+        """Return, in words, why failures of this group end the run, or None.
 
         :param least: how many replicas must be left.
         """
@@ -168,10 +176,13 @@ class Group:
         assert self.failed is not None
         left = len(self.staying) - self.staying.count("failed")
         kept = f" ({left} of {len(self.staying)} replicas are left)" if self.config.on_failure != "run" else ""
-        return f"group {self.config.name} failed{kept}: replica {self.failed.name}: {self.failed.life.reason}"
+        return f"group {self.config.name} failed{kept} with replica {self.failed.name}: {self.failed.life.reason}"
 
     def status(self, now: float) -> GroupStatus:
-        """Return a snapshot. ``now``: seconds of the loop's clock."""
+        """Return a snapshot for ``replicas status`` and the metrics.
+
+        :param now: seconds of the loop's clock.
+        """
         replicas = tuple(replica.status(now) for _, replica in sorted(self.replicas.items()))
         limit, cycles = self.config.restart.no_progress_cycles, max((one.cycles for one in replicas), default=0)
         return GroupStatus(

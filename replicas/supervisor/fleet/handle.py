@@ -38,11 +38,15 @@ class AgentLink:
         self.over = asyncio.Event()
 
     def send(self, data: bytes) -> None:
-        """Send without waiting; does nothing after the end of the connection."""
+        """Queue data for the agent without waiting.
+
+        Does nothing after the end of the connection. Ends the connection if too much is
+        unread.
+        """
         if self.over.is_set():
             return
         if self._connection.unread_nbytes > OUTBOX_NBYTES:
-            log.error("disconnecting an agent that does not read its messages")
+            log.error("disconnecting the agent of a node, which does not read its messages; the agent may reconnect")
             self._refused("overflow")
             self.close()
             self._connection.cut()
@@ -73,6 +77,7 @@ class NodeEntry:
 
     @property
     def name(self) -> str:
+        """The name of the node."""
         return self.hello.node
 
     @property
@@ -82,7 +87,7 @@ class NodeEntry:
 
     @property
     def machine(self) -> Machine:
-        """Its resources; none before its agent has joined."""
+        """The node's resources; none before its agent has joined."""
         return self.hello.machine or Machine()
 
     def send(self, order: Order) -> None:
@@ -91,7 +96,11 @@ class NodeEntry:
             self.link.send(encode(order))
 
     def unheard_s(self) -> float:
-        """Return for how long its shims are unheard: inf while messages may be late."""
+        """Return for how long the node, and so its shims, was not heard, in seconds.
+
+        0 for the supervisor's own machine; inf while the agent is disconnected, as its
+        messages may be late.
+        """
         if self.local:
             return 0.0
         return asyncio.get_running_loop().time() - self.life.heard_at if self.life.state == "up" else math.inf
@@ -104,7 +113,7 @@ class NodeEntry:
 
     @property
     def died(self) -> ExitReport:
-        """The end of the shims of an agent that has died."""
+        """The exit report for the shims of an agent that has died."""
         return ExitReport("node", text=f"the agent of node {self.name} died")
 
 
@@ -144,13 +153,15 @@ class ShimHandle:
     # ------------------------------------------------------------ orders
 
     def send_rendezvous(self, host: str, port: int) -> None:
-        """Send the rendezvous of the replica's parts, unless the shim has it."""
+        """Send the shim the rendezvous (host and port where the parts meet), once."""
         if self._meet is None and self.state.rendezvous is None:
             self._meet = Meet(nonce=self.nonce, host=host, port=port)
             self._send(self._meet)
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """Send SIGTERM now, SIGKILL after ``timeout_s``; later calls can shorten that.
+        """Order SIGTERM now, SIGKILL after ``timeout_s``; later calls can shorten that.
+
+        Does not wait. Repeated if the agent reconnects.
 
         :param stacks: first save all stacks to their logs, which takes up to 3 s.
         """
@@ -158,9 +169,13 @@ class ShimHandle:
         self._send(Stop(nonce=self.nonce, timeout_s=timeout_s, stacks=stacks))
 
     def stop_alone(self, then: Callable[[], None]) -> None:
-        """End a shim of no replica now; call ``then`` when its processes are gone."""
+        """Order the end of a shim without a replica, by SIGKILL. Does not wait.
+
+        :param then: called when its processes are gone.
+        """
 
         def changed() -> None:
+            """Call ``then`` if the processes are gone."""
             if self.state.gone:
                 then()
 
@@ -168,7 +183,7 @@ class ShimHandle:
         self.stop(0.0)
 
     def kill(self) -> None:
-        """Kill the shim; its agent then sweeps its processes by their mark."""
+        """Order SIGKILL for the shim; its agent then sweeps its processes."""
         self._send(Kill(self.nonce))
 
     async def stacks(self) -> dict[str, str]:
@@ -192,7 +207,7 @@ class ShimHandle:
             raise
 
     def orders_to_repeat(self, *, known: bool) -> list[Order]:
-        """Return the orders to repeat to a reconnected agent.
+        """Return the orders to repeat to a reconnected agent. Sends nothing.
 
         :param known: the agent has this shim.
         """
@@ -208,7 +223,7 @@ class ShimHandle:
     # ------------------------------------------------------------ its state
 
     def update_state(self, state: PartState) -> None:
-        """Take a state that the agent sent; note new log losses; call ``changed``."""
+        """Use a state that the agent sent; note new log losses; call ``changed``."""
         if self._expected:  # an earlier supervisor reported these losses
             self._expected = False
             self._lost = {(loss.where, loss.reason): loss.lines for loss in state.known_losses}
@@ -224,24 +239,33 @@ class ShimHandle:
         self.changed()
 
     def take_stacks(self, stacks: dict[str, str]) -> None:
-        """Keep the stacks that were requested or saved at its end; call ``changed``."""
+        """Keep stacks of the ranks, and answer :meth:`stacks`; call ``changed``.
+
+        :param stacks: texts by ``group/replica/rank``, requested or saved at its end.
+        """
         self.last_stacks = stacks
         self._answer(stacks)
         self.changed()
 
     def lose(self, report: ExitReport) -> None:
-        """Note that its processes are ending (some may live), and call ``changed``."""
+        """Note that the shim's processes are ending (some may live); call ``changed``.
+
+        :param report: how they end, unless the shim has reported it itself.
+        """
         self.state = self.state._replace(report=self.state.report or report)
         self._answer({})
         self.changed()
 
     def end(self, report: ExitReport) -> None:
-        """Note that its processes are gone, and call ``changed``; send nothing."""
+        """Note that the shim's processes are gone, and call ``changed``; send nothing.
+
+        :param report: how they ended, unless the shim has reported it itself.
+        """
         self.state = self.state._replace(remains=None, gone=True)
         self.lose(report)
 
     def _answer(self, stacks: dict[str, str]) -> None:
-        """Answer the request for stacks that waits, if there is one."""
+        """Give the caller that waits in :meth:`stacks`, if any, this result."""
         asked, self._asking = self._asking, None
         if asked is not None and not asked.done():
             asked.set_result(stacks)
@@ -253,11 +277,11 @@ class ShimHandle:
 
     @property
     def left(self) -> ShimLeft:
-        """The shim as a leftover, for an agent that ends its processes."""
+        """Mark, pid and control group, for an agent that ends its processes."""
         state = self.state
         return ShimLeft(nonce=self.nonce, pid=state.pid, start_time=state.start_time, cgroup=state.cgroup)
 
     def abandon(self) -> None:
-        """Stop following it; its agent ends it when the run is over."""
+        """Stop calling ``changed``. The agent ends the shim when the run is over."""
         self.changed = lambda: None
         self._answer({})

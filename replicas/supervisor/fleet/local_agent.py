@@ -65,6 +65,8 @@ class LocalAgent:
     def start(self, known: ProcessRecord | None = None) -> None:
         """Start the agent, unless that of an earlier supervisor (``known``) lives.
 
+        Does not wait for it to join.
+
         :raises OSError: the start fails.
         """
         self._again = None
@@ -78,7 +80,7 @@ class LocalAgent:
             raise
 
     def _watch_known(self, known: ProcessRecord) -> bool:
-        """Watch the known agent if it lives. Return True if so."""
+        """Watch the known agent, if it lives, as if it were ours. Return True if so."""
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(known.pid)
             if known.alive():
@@ -98,7 +100,10 @@ class LocalAgent:
         self._watch(self._popen.pid, os.pidfd_open(self._popen.pid))
 
     def _watch(self, pid: int, pidfd: int) -> None:
-        """Note the process, and call :meth:`_on_exit` at its end."""
+        """Note the process, and have :meth:`_on_exit` called at its end.
+
+        :param pidfd: of the process; closed later by this object.
+        """
         self.pid, self._pidfd = pid, pidfd
         self._ended.clear()
         self._loop.add_reader(pidfd, self._on_exit)
@@ -118,14 +123,17 @@ class LocalAgent:
                         if unheard.measure_duration(self._loop.time(), found_alive) > FROZEN_S:
                             self._replace()
         except TimeoutError:
-            hint = "its standard error says why"
+            hint = "see its lines (replicas: agent:) above"
             raise errors.WorldError(
                 f"the agent of this machine has not joined within {JOIN_S:g} s", hint=hint
             ) from None
         self._life.ready()
 
     def _on_exit(self) -> None:
-        """Handle the end of the agent, and schedule a new one."""
+        """Handle the end of the agent: reap it, and schedule a new one.
+
+        Called by the loop.
+        """
         ended = "ended" if self._popen is None else f"ended with code {self._popen.wait()}"
         self._clear_process()
         self._ended.set()
@@ -134,13 +142,17 @@ class LocalAgent:
         self._schedule(now, ended)
 
     def _schedule(self, now: float, problem: str) -> None:
-        """Schedule a new agent, unless :meth:`_stop` was called; log ``problem``."""
+        """Schedule a new agent, unless :meth:`_stop` was called.
+
+        :param now: time of the loop's clock.
+        :param problem: how the last one ended, for the log.
+        """
         if self._life.due < math.inf:  # it may be started again
-            log.warning("the agent of this machine %s; a new one starts in %.2g s", problem, self._life.due - now)
+            log.warning("starting a new agent of this machine in %.2g s, as the last %s", self._life.due - now, problem)
             self._again = self._loop.call_at(self._life.due, self._start_again)
 
     def _start_again(self) -> None:
-        """Start a new agent, or schedule the next try."""
+        """Start a new agent; schedule the next try if that fails. A timer calls it."""
         try:
             self.start()
         except OSError as error:
@@ -165,14 +177,15 @@ class LocalAgent:
 
     def _replace(self) -> None:
         """Kill an agent that does not respond; its end starts a new one."""
-        log.warning("the agent of this machine does not respond; replacing it")
+        log.warning("replacing the agent of this machine, which does not respond")
         self._life.give_up()
         send_signal(self._pidfd, signal.SIGKILL)
 
     async def aclose(self) -> None:
-        """Wait until the agent has ended, as ordered; start no other.
+        """Wait until the agent has ended, as it was ordered to; start no other.
 
-        Leave it if it has processes left, or survives SIGKILL for 5 s.
+        Kill one that never joined or does not end. Leave it if it has processes left,
+        or survives SIGKILL for 5 s.
         """
         self._stop()
         if self.pid is None:
@@ -186,23 +199,23 @@ class LocalAgent:
             send_signal(self._pidfd, signal.SIGKILL)
             if await is_set_within(self._ended, _KILLED_S):
                 return
-            log.error("the agent of this machine, process %d, survives SIGKILL", self.pid)
+            log.error("leaving behind the agent of this machine, process %d: SIGKILL has not ended it", self.pid)
         self._let_go()
 
     def leave(self) -> None:
-        """Leave the agent, which lives on, to the next supervisor."""
+        """Let the agent live on for the next supervisor; stop watching it."""
         self._stop()
         if self.pid is not None:
             self._let_go()
 
     def _stop(self) -> None:
-        """Start no agent from now on."""
+        """Start no agent from now on; cancel the timer of a new one."""
         self._life.stop()
         if self._again is not None:
             self._again.cancel()
 
     def _let_go(self) -> None:
-        """Forget the process, which lives on."""
+        """Stop watching the process, which lives on and is never waited for."""
         if self._popen is not None:
             self._popen.returncode = 0  # this process does not wait for it
         self._clear_process()

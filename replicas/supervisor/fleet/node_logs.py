@@ -36,7 +36,12 @@ class _NodeReader:
         return len(self._seen) > 1
 
     async def poll(self) -> list[LogLine]:
-        """Return the node's next lines, none while the node is away."""
+        """Ask the node's agent for the next lines, and return them.
+
+        Return none while the node is away.
+
+        :raises replicas.errors.UsageError: the node has no such log.
+        """
         try:
             lines = await self._ask(msgspec.structs.asdict(self._selection))
         except TimeoutError:
@@ -59,7 +64,13 @@ class _NodeReader:
         return found
 
     async def _ask(self, selection: dict[str, object] | None) -> list[LogLine]:
-        """Return the agent's reply to a query; ``selection`` None: the last lines."""
+        """Send the agent a query, and return the lines of its reply.
+
+        :param selection: which logs to read; None ends the reader and asks for its last
+            lines.
+        :raises TimeoutError: the agent is away or does not answer.
+        :raises replicas.errors.UsageError: the node has no such log.
+        """
         reply = await self._cluster.ask(self._node, LogQuery(number=self._number, selection=selection), LogReply)
         if reply.error:
             raise errors.UsageError(reply.error, hint=reply.hint)
@@ -90,7 +101,13 @@ class NodesReader:
         return any(reader.many for reader in self._readers) or len(self._readers) > 1
 
     async def poll(self) -> list[LogLine]:
-        """Return the new lines of all nodes, empty only when no node has any."""
+        """Wait for new lines of any node, and return them; empty if no node has any.
+
+        A node that answers late does not delay the others: its lines come with a later
+        call.
+
+        :raises replicas.errors.UsageError: no node has such a log.
+        """
         while True:
             for reader in self._readers:
                 if reader not in self._polls:
@@ -106,6 +123,8 @@ class NodesReader:
 
         After the first lines, the last reader stays: a new agent of its node may write
         the log again.
+
+        :raises replicas.errors.UsageError: no reader is left.
         """
         found: list[LogLine] = []
         for reader, poll in [*self._polls.items()]:
@@ -129,7 +148,7 @@ class NodesReader:
         return [line for line in lines if line.generation >= newest.get(line.replica, 0)]
 
     async def aclose(self) -> list[LogLine]:
-        """End the readers of all nodes, and return their last lines."""
+        """End the readers of all nodes, wait for their last lines, and return those."""
         polls, self._polls = self._polls, {}
         await cancelled(*polls.values())
         found = await asyncio.gather(*(reader.aclose() for reader in self._readers))

@@ -54,7 +54,10 @@ _numbers = itertools.count(1)
 
 
 def longest_lease_of(config: Config) -> float:
-    """Return the longest lease of any node in seconds, or 0 without leases."""
+    """Return the longest lease of any node in seconds, or 0 without leases.
+
+    A lease is how long a node's processes may run without a supervisor.
+    """
     return max(lease_of(config, local=True), lease_of(config) if may_grow(config) else 0.0)
 
 
@@ -89,7 +92,7 @@ class Nodes:
 
     @property
     def kept(self) -> frozenset[str]:
-        """Marks (``nonce``) of an earlier supervisor's shims that continue."""
+        """Marks (random ids) of an earlier supervisor's shims that continue."""
         return frozenset(record.nonce for record, handle in self._expected if not handle.state.gone)
 
     # ------------------------------------------------------------ start and end
@@ -118,7 +121,10 @@ class Nodes:
         return self
 
     def _arguments(self) -> list[str]:
-        """Return the command line of this machine's agent."""
+        """Return the command-line arguments for this machine's agent.
+
+        May move this process into a control group of its own.
+        """
         context, config = self._context, self._context.config
         limited = self._limited
         words = ["--run", config.run.name, "--node", context.resources.local]
@@ -136,31 +142,39 @@ class Nodes:
         return any(getattr(one, field) is not None for one in limits for field in LIMITS.values())
 
     async def joined(self) -> None:
-        """Wait for this machine's agent. WorldError if it cannot set the limits."""
+        """Wait until this machine's agent has joined, if it has one.
+
+        :raises replicas.errors.WorldError: it has not joined in time, or cannot set the
+            limits that a group wants.
+        """
         if self._local is None:
             return
         await self._local.joined()
         refused = self.cluster.members[self._context.resources.local].hello.limits_refused
         if self._limited and refused:
             raise errors.WorldError(
-                f"limits of memory and processes cannot be set: {refused}",
-                hint="run it as a systemd unit of its own with Delegate=yes, or remove the limits from the config",
+                f"resources.memory and max_processes cannot be enforced here: {refused}",
+                hint="run replicas as a systemd unit with Delegate=yes, or remove these keys from the config",
             )
 
     @property
     def left(self) -> tuple[Lease, ...]:
-        """Leases under which processes may be left at the end of the run."""
+        """Leases of agents (times to run alone) with processes left at the end."""
         return self._context.awaited.left([name for name, one in self.cluster.members.items() if one.living])
 
     def leave(self) -> None:
-        """Leave the agents and their processes to the next supervisor."""
+        """Let the agents and their processes run on for the next supervisor."""
         self._left = True
         if self._local is not None:
             self._local.leave()
             self._local = None
 
     async def finish(self) -> None:
-        """Order all agents to end their processes; wait for this machine's agent."""
+        """Order all agents to end their processes, and wait for the agents.
+
+        Waits for this machine's agent first, and one second at most for the others.
+        Does nothing after :meth:`leave`.
+        """
         if self._left:
             return
         self.cluster.order_all_to_end()
@@ -188,8 +202,10 @@ class Nodes:
     def adopted(self, config: Config) -> Adopted | None:
         """Take over the replicas that an earlier supervisor left running.
 
-        End those of groups that the config no longer has, or leaves to others. Return
-        the others; None if this run takes over nothing.
+        End those of groups that the config no longer has, or leaves to other launchers.
+
+        :returns: the others, by group and index, with records and shims of their parts;
+            None if this run takes over nothing.
         """
         if not self.adopting:
             return None
@@ -205,15 +221,19 @@ class Nodes:
         for (group, _), (_, nodes) in found.items():
             if len(nodes) != config.groups[group].nnodes:  # others of its nodes were lost with the supervisor
                 for handle in nodes:
-                    handle.lose(ExitReport("node", text="another node of it was lost"))
+                    handle.lose(ExitReport("node", text="another of its nodes was lost with the earlier supervisor"))
                     handle.stop(0.0)
         return found
 
     def _end(self, record: ShimRecord, handle: ShimHandle) -> None:
-        """End a shim without a present replica; hold its share until it is gone."""
+        """Order the end of a shim without a replica. Does not wait.
+
+        Its GPUs and memory stay taken until its processes are gone.
+        """
         let_go = self._context.resources.hold(record.nonce, record.share)
 
         def gone() -> None:
+            """Free the share, and let replicas that wait for it start."""
             let_go()
             self._context.wake_monitor()
             self._context.save()
@@ -223,7 +243,7 @@ class Nodes:
     # ------------------------------------------------------------ while it runs
 
     async def tick_forever(self) -> None:
-        """Check the nodes regularly until cancelled."""
+        """Check the nodes and this machine's agent twice a second until cancelled."""
         while True:
             await anyio.sleep(BEAT_S / 2)
             self.cluster.tick()
@@ -233,7 +253,12 @@ class Nodes:
     async def drain(self, node: str, *, undo: bool = False) -> None:
         """Move a node's replicas elsewhere; then end its agent, unless it is our own.
 
-        :param undo: let replicas start there again instead.
+        Waits until no process of a replica is on the node.
+
+        :param undo: let replicas start there again instead, and do not wait.
+        :raises replicas.errors.UsageError: the run has no such node.
+        :raises replicas.errors.WorldError: the drain was undone meanwhile, or its order
+            cannot be saved.
         """
         cluster, fleet, context = self.cluster, self._fleet(), self._context
         self._refuse_unknown(node)
@@ -248,7 +273,7 @@ class Nodes:
                 replica.restart(Cause("node", f"node {node} is being drained"))
         await fleet.until(lambda: cluster.is_empty(node) or cluster.is_open(node) or fleet.over.is_set())
         if cluster.is_open(node):
-            raise errors.WorldError(f"node {node} takes replicas again: its drain was undone, or its agent replaced")
+            raise errors.WorldError(f"the drain of node {node} ends: it was undone, or the agent was replaced")
         context.emit(Drained(target=target, seconds=asyncio.get_running_loop().time() - began))
         if node != context.resources.local:
             cluster.release(node)
@@ -257,7 +282,7 @@ class Nodes:
         """Raise UsageError if the run has no node of this name."""
         if node not in self.cluster.members:
             known = ", ".join(self.cluster.members) or "none"
-            raise errors.UsageError(f'no node "{node[:80]}"', hint=f"nodes: {known}")
+            raise errors.UsageError(f'the run has no node "{node[:80]}"', hint=f"its nodes are {known}")
 
     def refuse_while_away(self) -> None:
         """Raise UsageError if a node that is away may know only the old token."""
@@ -265,12 +290,17 @@ class Nodes:
         if away:
             names = ", ".join(node or "an unknown one" for node in away)
             raise errors.UsageError(
-                f"nodes that are away could not come back, and their replicas would end: {names}",
+                f"nodes are away, could not come back with the old token, and their replicas would end: {names}",
                 hint="wait until they are up or lost (see: replicas status), or end the old token with --force",
             )
 
     async def examine(self, node: str | None) -> tuple[Finding, ...]:
-        """Return the findings of ``replicas doctor`` for this node, or for all."""
+        """Return the findings of ``replicas doctor`` for this node, or for all (None).
+
+        Asks the agents, and waits up to 40 s for their answers.
+
+        :raises replicas.errors.UsageError: the run has no such node.
+        """
         if node is not None:
             self._refuse_unknown(node)
         asked = sorted(self.cluster.members) if node is None else [node]
@@ -279,9 +309,12 @@ class Nodes:
         return tuple(replace(one, node=name) for name, each in zip(asked, found, strict=True) for one in each)
 
     async def _examine(self, node: NodeStatus) -> tuple[Finding, ...]:
-        """Return the findings of a node's agent, and one about the node."""
+        """Ask a node's agent for its findings; return them, and one about the node.
+
+        If the node is away or does not answer within 40 s, return only a problem.
+        """
         if node.state in ("away", "lost"):
-            text = f"{node.state}: its agent has been silent for {node.heard_age_s:.0f} s"
+            text = f"{node.state}: its agent has sent nothing for {node.heard_age_s:.0f} s"
             remedy = f"check its machine, or remove it with: replicas drain --node {node.name}"
             return (Finding("node", "problem", text, remedy),)
         demand, supervisor = self._demand(node.name), os.getpid() if node.local else 0
@@ -297,7 +330,7 @@ class Nodes:
         return (Finding("node", "note", f"{release}, and the supervisor's is {replicas.__version__}"), *answer.findings)
 
     def _demand(self, node: str) -> Demand:
-        """Return the numbers of processes and log bytes that the run needs there."""
+        """Return how many processes and log bytes the run needs on the node."""
         groups, resources = self._context.config.groups, self._context.resources
         parts = [
             groups[group].nproc_per_node
@@ -309,7 +342,11 @@ class Nodes:
         return Demand.of(self._context.config.logs, replicas=len(parts), ranks=sum(parts))
 
     def read_logs(self, folder: Path, selection: Selection) -> LogReader:
-        """Return a reader of the logs of all nodes. ``folder``: of this machine."""
+        """Return a reader of the logs of all nodes.
+
+        :param folder: the logs of this machine.
+        :param selection: which lines to read.
+        """
         if self.cluster.others():
             return NodesReader(folder, self.cluster, selection, self._newest)
         return FolderReader(folder, selection)
@@ -319,27 +356,34 @@ class Nodes:
         return {one.name: one.life.generation for one in self._fleet().all()}
 
     def _leaving(self, node: str, reason: str) -> None:
-        """Drain a node that is about to be taken away."""
-        self._context.say(f"node {node} is leaving: {reason}")
+        """Let no replica start on a node that is about to be taken away.
+
+        Its agent has said so. Start a task that moves its replicas, unless the run is
+        still being started.
+        """
+        self._context.say(f"node {node}: moving its replicas to other nodes: {reason}")
         self.cluster.drain(node)
         if self._started:
             self._drain_on(node)
 
     def go_on(self) -> None:
-        """Continue node drains that an earlier supervisor began, or that were ordered
-        during the start."""
+        """Start tasks for the node drains that are not done, now that replicas run.
+
+        An earlier supervisor began them, or they were ordered during the start.
+        """
         self._started = True
         for node, member in [*self.cluster.members.items()]:
             if member.life.duty != "open" and (node != self._context.resources.local or member.living):
                 self._drain_on(node)
 
     def _drain_on(self, node: str) -> None:
-        """Drain a node in a task, unless a task does."""
+        """Drain a node in a new task, unless a task for it runs."""
         if node in self._draining:
             return
         self._draining.add(node)
 
         async def drain() -> None:
+            """Drain the node; print an error."""
             try:
                 await self.drain(node)
             except errors.ReplicasError as error:

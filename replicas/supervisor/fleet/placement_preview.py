@@ -33,10 +33,13 @@ def oddities(config: Config) -> list[str]:
 
 
 def predict_placement(config: Config, nodes: Iterable[NodeStatus]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return two dicts by replica: nodes of those placed, why the others would wait.
+    """Place the replicas of a config on empty nodes, as a run would. Changes nothing.
 
-    The supervisor's own machine has the labels of the config. External groups are not
-    placed.
+    External groups are not placed. The supervisor's own machine has the labels of the
+    config.
+
+    :returns: by replica (``group/index``), the nodes of those placed, and why the
+        others would wait.
     """
     offers = [_offer(config, node) for node in sorted(nodes, key=lambda one: not one.local) if node.state != "lost"]
     over = over_before(config.groups)
@@ -57,7 +60,10 @@ def predict_placement(config: Config, nodes: Iterable[NodeStatus]) -> tuple[dict
 
 
 def _offer(config: Config, node: NodeStatus) -> Offer:
-    """Return the offer of an empty node, with invented names of GPUs."""
+    """Return what an empty node offers to replicas, with invented names of GPUs.
+
+    :param node: the node as in the status of a run.
+    """
     return Offer(
         node=node.name,
         gpus=tuple(map(str, range(node.gpus))),

@@ -25,12 +25,15 @@ _Graph = Mapping[str, set[str]]
 
 
 def machine_for(config: Config) -> Machine:
-    """Return this machine's resources; look for GPUs, for seconds, only if needed."""
+    """Inspect this machine, and return its resources. Blocks.
+
+    Looks for GPUs, which can take seconds, only if a group asks for them.
+    """
     return inspect_machine(gpus=any(group.resources.gpus for group in config.groups.values()))
 
 
 def refuse_unfit(config: Config, machine: Machine) -> None:
-    """Raise BadConfig if the plan does not fit this machine.
+    """Raise BadConfig if the replicas of the config do not fit this machine.
 
     If other machines may join, replicas wait for them instead.
     """
@@ -45,7 +48,10 @@ def may_grow(config: Config) -> bool:
 
 
 def problems(config: Config, machine: Machine) -> list[str]:
-    """Return why the plan does not fit the machine, in words; none if it fits."""
+    """Return why the config's replicas do not fit the machine; none if they fit.
+
+    Each in words, with the key of the config.
+    """
     found: list[str] = []
     gpus = {one.name: one.replicas * one.world_size * (one.resources.gpus or 0) for one in config.groups.values()}
     total, names = _peak(config, gpus)
@@ -65,7 +71,7 @@ def problems(config: Config, machine: Machine) -> list[str]:
             found.append(f"{place}.cpu_threads: {threads} for each rank, but this process may use {machine.cpus} CPUs")
         for key, limit in (("memory", group.resources.memory_nbytes), ("max_processes", group.resources.max_processes)):
             if limit is not None and machine.limits_refused:
-                found.append(f"{place}.{key}: no limit can be set here: {machine.limits_refused}")
+                found.append(f"{place}.{key}: this limit cannot be enforced here ({machine.limits_refused})")
     return found
 
 
@@ -73,7 +79,7 @@ def notes(config: Config, machine: Machine) -> list[str]:
     """Return remarks on a plan that is not refused, in words."""
     if may_grow(config):
         found = [*problems(config, machine), *_too_large_parts(config, machine)]
-        return [f"{problem}; it waits for agents on other machines" for problem in found]
+        return [f"{problem}; the run waits for agents on other machines" for problem in found]
     threads = {
         group.name: group.replicas * group.world_size * (group.resources.cpu_threads or 0)
         for group in config.groups.values()
@@ -94,7 +100,7 @@ def _too_large_parts(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _product(group: GroupConfig) -> str:
-    """Return how the group's number of GPUs is computed, in words."""
+    """Return how the group's number of GPUs is computed: "2 replicas x 4 ranks x 1"."""
     parts = (group.replicas, group.world_size, group.resources.gpus or 0)
     words = (f"{parts[0]} replicas", f"{parts[1]} ranks", str(parts[2]))
     return " x ".join(word for part, word in zip(parts, words, strict=True) if part != 1 or word == str(part))
@@ -112,8 +118,13 @@ def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
 def fitting(
     saved: Mapping[str, SavedGroup], config: Config, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, SavedGroup]:
-    """Return an earlier supervisor's groups; with the config's sizes if theirs do not
-    fit this machine."""
+    """Return the groups that an earlier supervisor saved, with sizes that fit.
+
+    If the saved sizes do not fit this machine, they are replaced by the config's, and
+    ``say`` is called with a line for people.
+
+    :param saved: the state of its groups, by name.
+    """
     sizes = {
         name: saved[name].size
         for name, group in config.groups.items()
@@ -122,7 +133,7 @@ def fitting(
     found = [] if may_grow(config) else problems(with_sizes(config, sizes), machine)
     if not found:
         return dict(saved)
-    say(f"the saved group sizes do not fit this machine; using those of the config: {'; '.join(found)}")
+    say(f"using the group sizes of the config, as those that were saved do not fit this machine: {'; '.join(found)}")
     return {
         name: msgspec.structs.replace(one, size=one.configured) if name in sizes else one for name, one in saved.items()
     }
@@ -134,6 +145,9 @@ def _peak(config: Config, weights: Mapping[str, int]) -> tuple[int, tuple[str, .
     Two groups never run at the same time if one starts after the end of the other. The
     sum is never too small. It may be too large, by a group or more, only if four groups
     wait in the shape of an N (c for a and b, d only for b).
+
+    :param weights: what each group needs of a resource, by name.
+    :returns: the sum, and the names of the groups.
     """
     ended = over_before(config.groups)
     there = {name for name in config.groups if weights.get(name)}
@@ -153,9 +167,15 @@ def over_before(groups: Mapping[str, GroupConfig]) -> dict[str, frozenset[str]]:
 
 
 def _heaviest(names: set[str], apart: _Graph, weights: Mapping[str, int]) -> set[str]:
-    """Return the heaviest set in which no two are ``apart``, or a superset of it."""
+    """Return the heaviest set of groups that may all run at once, or a larger set.
+
+    :param names: the groups to choose from.
+    :param apart: for each group, the groups that never run at the same time as it.
+    :param weights: of the groups.
+    """
 
     def weight(some: set[str]) -> int:
+        """Return the sum of the weights of these groups."""
         return sum(weights[name] for name in some)
 
     together = {name: names - apart[name] - {name} for name in names}
@@ -168,7 +188,10 @@ def _heaviest(names: set[str], apart: _Graph, weights: Mapping[str, int]) -> set
 
 
 def _parts(names: set[str], graph: _Graph) -> list[set[str]]:
-    """Return the connected components of a graph."""
+    """Return the connected components of a graph, restricted to ``names``.
+
+    :param graph: the neighbours of each name.
+    """
     left, found = set(names), list[set[str]]()
     while left:
         part, todo = set[str](), {min(left)}

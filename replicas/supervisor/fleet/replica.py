@@ -4,13 +4,10 @@
 (:meth:`Replica.run`) follows the state: it waits in ``pending`` for dependencies and
 resources, runs one *generation* through ``starting``, ``ready`` and ``draining``, waits
 in ``backoff``, and rests in ``finished`` or ``failed`` until a request.
-
-Requests to the replica are a table (:data:`replicas.core.lives.ending.ASKED`), and so
-is a generation, from its start to its end
-(:mod:`replicas.supervisor.fleet.generation_lifecycle`). When its last process is gone,
-the lifecycle gets the end event, and only then the next generation starts: a process
-that survives SIGKILL is reported, and killed again and again. Only the end of the run
-leaves it behind. Requests change the state at once and never wait.
+Requests to the replica are a table (:data:`replicas.core.lives.ending.ASKED`); so is a
+generation (:mod:`replicas.supervisor.fleet.generation_lifecycle`). The next one starts
+when the last process of the previous one is gone: a process that survives SIGKILL is
+reported and killed again; only the end of the run leaves it. Requests never wait.
 """
 
 from __future__ import annotations
@@ -68,14 +65,17 @@ class Replica:
 
     @property
     def _key(self) -> tuple[str, int]:
+        """Group name and index."""
         return self.group.name, self.index
 
     @property
     def _generation(self) -> Generation:
+        """Shims of its present generation (one start), or of the last one."""
         return self.current.generation
 
     @property
     def group_size(self) -> int:
+        """The wanted number of replicas of its group."""
         return self._fleet.size(self.group.name)
 
     @property
@@ -105,12 +105,9 @@ class Replica:
 
     @property
     def _silence(self) -> tuple[str, float]:
-        """Silent nodes or ranks, in words ("" if none), and the seconds of silence.
-
-        Its processes may be healthy, so silence alone does not end them.
-        """
+        """Silent nodes or ranks, in words ("" if none), and the seconds of silence."""
         if self.life.state != "starting" and (unheard := self._generation.unheard):
-            return f"no message from node {', '.join(unheard)}", UNHEARD_S
+            return f"no message from the agent of node {', '.join(unheard)}", UNHEARD_S
         return self.current.health.silence(self.group.health)
 
     @property
@@ -140,13 +137,13 @@ class Replica:
 
     @property
     def resting(self) -> bool:
-        """True if it has settled, and waits for a request."""
+        """True if it is finished, failed or stopped, and waits for a request."""
         return self.life.settled and self.asked not in UNWANTED
 
     # ------------------------------------------------------------ requests
 
     def adopt(self, records: list[ShimRecord], nodes: list[ShimHandle]) -> None:
-        """Continue a generation that an earlier supervisor started."""
+        """Continue a generation that an earlier supervisor started, with its shims."""
         self._context.resources.keep(*self._key, tuple(one.share for one in records))
         self.life.generation = records[0].generation
         self.current = GenerationLifecycle(self, self._context)
@@ -154,7 +151,7 @@ class Replica:
         self._apply(ReplicaEvent.ADOPT)
 
     def end_as(self, cause: Cause) -> None:
-        """End an adopted generation for the reason that was saved."""
+        """End an adopted generation for the reason that was saved; start the next."""
         if request_of(cause.reason) == "fault":
             self.end_for_failure(cause)
             self._end_processes(self.group.stop_timeout_s)
@@ -172,7 +169,7 @@ class Replica:
             self._request("end_run" if run_over else "leave", hurry_s, None, "the run ends" if run_over else why)
 
     def halt(self, hurry_s: float | None = None) -> None:
-        """Stop the replica until a restart, as :meth:`stop`, if it is not settled."""
+        """Stop the replica until a restart, like :meth:`stop`, unless it has ended."""
         if not self.life.settled:
             self._request("halt", hurry_s, None, "drain requested")
 
@@ -182,7 +179,7 @@ class Replica:
             self._request("fail", None, Cause("group", reason))
 
     def _request(self, request: Request, hurry_s: float | None, cause: Cause | None, why: str = "") -> None:
-        """Note a request, step the lifecycle, and end processes if that is required."""
+        """Note a request for ``why`` or ``cause``; end the processes if it says so."""
         if self._ask(request, cause) and not self.life.settled:
             event = ReplicaEvent.GROUP_FAILED if request == "fail" else ReplicaEvent.STOP
             self._apply(event, reason=cause.text if cause is not None else why)
@@ -195,7 +192,7 @@ class Replica:
         self.wake()
 
     def _ask(self, request: Request, cause: Cause | None = None) -> bool:
-        """Note a request. Return True if the replica must be ended for it."""
+        """Note a request and its cause. Return True if the replica must end for it."""
         actions = self._asked.step(request)
         if "note_cause" in actions:
             self.current.cause = cause
@@ -207,7 +204,7 @@ class Replica:
         :raises replicas.errors.UsageError: the replica is being stopped for good.
         """
         if self.leaving:
-            raise errors.UsageError(f"replica {self.name} is being stopped")
+            raise errors.UsageError(f"replica {self.name} is being stopped for good")
         running = self.life.alive
         if running:
             self._ask(request_of(cause.reason), cause)
@@ -227,6 +224,7 @@ class Replica:
         return True
 
     def wake(self) -> None:
+        """Wake the replica's task, which then looks at its state."""
         self._poke.set()
 
     def forgive(self, pause_s: float) -> None:
@@ -238,7 +236,7 @@ class Replica:
     # ------------------------------------------------------------ while it runs
 
     def check(self, now: float) -> None:
-        """Update the replica's health, from the coordinator and the clock."""
+        """Update health from coordinator and clock; end a generation that is ill."""
         if self.life.state in ("pending", "backoff"):
             self.wake()
         self.current.check_sync(now)
@@ -247,7 +245,7 @@ class Replica:
             return  # it is ending, or waits for its turn or for resources of the previous generation
         silences = [part.state.silent_s for part in generation.parts]
         if frozen := [index for index, silent_s in enumerate(silences) if silent_s > config.heartbeat_timeout_s]:
-            text = f"no answer from the shim of node {', '.join(map(str, frozen))} for {config.heartbeat_timeout_s:g} s"
+            text = f"no answer of its shim on node {', '.join(map(str, frozen))} for {config.heartbeat_timeout_s:g} s"
             self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("lost", text))
             for index in frozen:  # agents sweep their processes by their mark
                 generation.parts[index].kill()
@@ -264,7 +262,7 @@ class Replica:
             self._end_unhealthy(ReplicaEvent(sick.reason), sick)
 
     def _follow(self, *, ready: bool, now: float) -> None:
-        """Step the lifecycle to the observed state, if it differs."""
+        """Step the lifecycle to the observed state (ready, silent), if it is new."""
         health, (silence, silent_s) = self.current.health, self._silence
         event = health.step(self.life.state, ready=ready, silent=bool(silence), now=now)
         if event is not None:
@@ -293,28 +291,28 @@ class Replica:
             self._end_silent(Cause("heartbeat_timeout", text), rank // self.group.nproc_per_node)
 
     def _end_silent(self, cause: Cause, part: int | None = None) -> None:
-        """End it for ``cause``, or for its silent node (of ``part``, or of any)."""
+        """End it for ``cause``, or for the silence of its node (``part``, or any)."""
         for one in self._generation.parts if part is None else self._generation.parts[part : part + 1]:
             if one.unheard_s() > UNHEARD_S:
-                cause = Cause("node", f"no message from node {one.node}")
+                cause = Cause("node", f"no message from the agent of node {one.node}")
         self._end_unhealthy(ReplicaEvent.HEARTBEAT_TIMEOUT, cause)
 
     # ------------------------------------------------------------ ending a generation
 
     def _end_unhealthy(self, event: ReplicaEvent, cause: Cause) -> None:
-        """End the generation after saving its stacks; report the cause to the fleet."""
+        """Step by ``event``, save stacks and stop; restart the group if configured."""
         self._ask(request_of(cause.reason), cause)
         self._apply(event, reason=cause.text)
         self._end_processes(self.group.stop_timeout_s, stacks=True)
         self._fleet.restart_group_with(*self._key, cause.text)
 
     def end_for_failure(self, cause: Cause) -> None:
-        """Note why the generation ends, and report it to the fleet."""
+        """Note why the generation ends; restart its group if that is configured."""
         self._ask(request_of(cause.reason), cause)
         self._fleet.restart_group_with(*self._key, cause.text)
 
     def on_sync_over(self) -> None:
-        """Handle the end of a sync, as reported by the coordinator."""
+        """Stop the processes if their end waited for a sync, which is over now."""
         self.current.check_sync(self._now())
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
@@ -322,13 +320,13 @@ class Replica:
         self.current.apply_event("stop", timeout_s, stacks=stacks)
 
     def _apply(self, event: ReplicaEvent, **about: Any) -> None:
-        """Step the lifecycle, and report the transition to the fleet."""
+        """Step the lifecycle by an event, with details, and report it to the fleet."""
         self._fleet.on_transition(self.life.apply(event, now=self._now(), **about))
 
     # ------------------------------------------------------------ the task
 
     async def run(self) -> None:
-        """Run until :meth:`stop` and the end of its processes, or a cancellation."""
+        """Follow the state until :meth:`stop` and the end of the last process."""
         try:
             while self.asked != "over":
                 if self.life.alive:
@@ -362,7 +360,7 @@ class Replica:
         self._apply(ReplicaEvent.HELD_UP, reason=self._with_hold_ups())
 
     def _with_hold_ups(self, reason: str = "") -> str:
-        """Return why the generation ends, and the reason for a delay."""
+        """Return ``reason``, or else the generation's cause of end, and its delays."""
         cause = self.current.cause
         reason = reason or (cause.text if cause else "stop requested" if self.unwanted else "")
         return "; ".join(filter(None, (reason, self.current.hold_ups.text)))
@@ -375,7 +373,7 @@ class Replica:
             generation.abandon()
             self.current.hold_ups.report_remains(generation.remains, gave_up=True)
             self.current.cut = True
-            self._apply(ReplicaEvent.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
+            self._apply(ReplicaEvent.GIVE_UP, reason=self._with_hold_ups("processes left behind at the end of the run"))
         else:
             generation.drop_records()
             self._go_on()
@@ -403,7 +401,7 @@ class Replica:
             self._apply(event, reason=text)
 
     def _judge_end(self) -> RestartVerdict:
-        """Return the verdict of the restart rules; a request has only their delay."""
+        """Return the restart rules' verdict: a delay before the restart, or none."""
         now, cause = self._now(), self.current.cause
         if self.asked == "restart":
             return RestartVerdict(self._restarts.resume_in_s(now) if cause and cause.reason == "group" else 0.0)
@@ -412,6 +410,7 @@ class Replica:
         return self._restarts.ended(self.index, ok=ok, progressed=progressed, ran_s=ran_s, now=now)
 
     async def stacks(self) -> dict[str, str]:
+        """Ask for the stacks of its ranks; return texts by ``group/replica/rank``."""
         return await self._generation.stacks()
 
     @property
@@ -429,6 +428,7 @@ class Replica:
         return self._generation.awaits or self.current.hold_ups.waits or self._generation.ending
 
     def status(self, now: float) -> ReplicaStatus:
+        """Return a snapshot of the replica, at loop time ``now``."""
         life, parts = self.life, self._generation.parts
         view = self.current.health.view if life.state in RUNNING else None
         reason = life.reason if view is None else self._silence[0] or view.reason
@@ -437,7 +437,7 @@ class Replica:
         elif self.current.hold_ups.text and life.alive:
             reason = self._with_hold_ups()
         elif self.current.state == "syncing":
-            reason = f"{reason}; {self.current.busy_with}"
+            reason = f"{reason}; present work: {self.current.busy_with}"
         start_by = self.current.health.until(self.group.health, life, now)
         ends = {"starting": start_by, "backoff": self._resume_at, "draining": self.current.kill_at}
         until = ends.get(life.state, 0)

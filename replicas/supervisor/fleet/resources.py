@@ -56,7 +56,12 @@ class Resources:
         """Beginnings of the names of nodes that should join at the start, if known."""
 
     def plan(self, config: Config, machine: Machine) -> None:
-        """Use a config that fits; replicas keep their shares until a release."""
+        """Use the limits of a config that fits; offer this machine if it says so.
+
+        Replicas keep their shares until a release.
+
+        :param machine: the resources of this machine.
+        """
         self.machine, self._grows = machine, may_grow(config)
         self._managed = any(group.resources.gpus for group in config.groups.values())
         self._min_nodes = config.cluster.min_nodes
@@ -69,9 +74,12 @@ class Resources:
     # ------------------------------------------------------------ nodes
 
     def offer(self, node: str, machine: Machine, labels: Mapping[str, str], *, open: bool = True) -> None:
-        """Add a node, or change its offer. ``open``: it takes new replicas.
+        """Add a node for replicas to be placed on, or change its offer.
 
         In a run on this machine only, CPUs are shared and do not limit placement.
+
+        :param machine: the resources of the node.
+        :param open: the node takes new replicas.
         """
         self._machines[node] = machine
         self._offers[node] = Offer(
@@ -84,7 +92,7 @@ class Resources:
         )
 
     def withdraw(self, node: str) -> None:
-        """Remove a node; replicas keep their shares of it until a release."""
+        """Remove a node. Replicas keep their shares (GPUs, memory) of it for now."""
         self._offers.pop(node, None)
         self._machines.pop(node, None)
 
@@ -95,14 +103,14 @@ class Resources:
     # ------------------------------------------------------------ shares
 
     def free_on(self, node: str) -> tuple[str, ...]:
-        """Return the GPUs of a node that no replica holds."""
+        """Return the GPUs of a node that no replica, or ending process, holds."""
         shares = [share for share in self._taken_shares() if share.node == node]
         taken = {gpu for share in shares for gpu in share.gpus}
         offer = self._offers.get(node)
         return tuple(gpu for gpu in offer.gpus if gpu not in taken) if offer is not None else ()
 
     def _taken_shares(self) -> list[Share]:
-        """Return all shares that are held, also by ending processes."""
+        """Return the GPUs and memory that replicas and ending processes hold."""
         return [*(share for held in self._held.values() for share in held), *self._ending.values()]
 
     @property
@@ -111,9 +119,11 @@ class Resources:
         return self._asked and not self._taken and len(self._offers) < self._min_nodes
 
     def assign_nodes(self, group: GroupConfig, index: int) -> Reason | None:
-        """Give each part of the replica a share of a node; return None, or what lacks.
+        """Give each part of the replica a share of a node, which it then holds.
 
-        It keeps its shares while their nodes are there, open and suitable.
+        It keeps the shares that it has while their nodes are there, open and suitable.
+
+        :returns: None, or which nodes or GPUs are missing: the text after "waits for".
         """
         if group.external:
             return None
@@ -131,7 +141,10 @@ class Resources:
         return None
 
     def too_few(self, within_s: float) -> errors.WorldError:
-        """Return the error for nodes that have not joined in time."""
+        """Return the error for nodes that have not joined in time.
+
+        :param within_s: the time in which they should have joined, in seconds.
+        """
         there = sorted(self._offers)
         missing = [one for one in self.expected if not any(f"{node}-".startswith(f"{one}-") for node in there)]
         named = list_text(missing or there, _LISTED)
@@ -142,31 +155,43 @@ class Resources:
         )
 
     def keep(self, group: str, index: int, shares: tuple[Share, ...]) -> None:
-        """Note the shares of a replica that an earlier supervisor started."""
+        """Note the shares that a running replica of an earlier supervisor holds.
+
+        :param shares: node, GPUs and memory of each of its parts.
+        """
         self._taken = True
         self._held[group, index] = shares
 
     def hold(self, name: str, share: Share) -> Callable[[], object]:
-        """Hold a share for ending processes without a replica.
+        """Hold a share for ending processes that belong to no replica.
 
+        :param name: identifies the share.
         :returns: a function that frees the share.
         """
         self._ending[name] = share
         return lambda: self._ending.pop(name, None)
 
     def shares(self, group: str, index: int) -> tuple[Share, ...]:
-        """Return the shares of a replica's parts, in order; none if it holds none."""
+        """Return node, GPUs and memory of each part of a replica; () if it has none."""
         return self._held.get((group, index), ())
 
     def placed(self, step: Transition) -> Transition:
-        """Return the event, with the replica's nodes added if a generation begins."""
+        """Return the event with the replica's nodes, if a generation begins with it.
+
+        Other events are returned as they are.
+        """
         nodes = tuple(share.node for share in self.shares(step.group, step.replica))
         return replace(step, nodes=nodes) if step.after == "starting" and step.before not in RUNNING else step
 
     def _still_good(self, need: Need, held: tuple[Share, ...]) -> bool:
-        """Return True if these shares suit the need, and their nodes are open."""
+        """Return True if shares that a replica holds suit it, on open nodes.
+
+        :param need: what each part of the replica needs now.
+        :param held: its shares, one for each part.
+        """
 
         def good(share: Share) -> bool:
+            """Return True if this share suits the need."""
             offer = self._offers.get(share.node)
             fits = len(share.gpus) == need.gpus and share.memory_nbytes == (need.memory_nbytes or 0)
             return fits and offer is not None and offer.open and need.accepts(offer)
@@ -174,16 +199,23 @@ class Resources:
         return len(held) == need.parts and all(good(share) for share in held)
 
     def misplaced(self, group: GroupConfig, index: int) -> bool:
-        """Return True if the replica holds a share whose node no longer suits it."""
+        """Return True if the node of a part has lost labels that the group needs.
+
+        :param index: of the replica.
+        """
         need, offers = need_of(group), (self._offers.get(share.node) for share in self.shares(group.name, index))
         return any(offer is not None and not need.accepts(offer) for offer in offers)
 
     def release(self, group: str, index: int) -> None:
-        """Free the shares of a settled replica whose processes are gone."""
+        """Free the GPUs and memory of a replica that has ended with its processes."""
         self._held.pop((group, index), None)
 
     def environment(self, group: GroupConfig, index: int, node: int = 0) -> dict[str, str]:
-        """Return the variables for the processes of one part; they override others."""
+        """Return the variables of GPUs and threads for the processes of one part.
+
+        :param index: of the replica.
+        :param node: number of the part within the replica.
+        """
         variables: dict[str, str] = {}
         if self._managed:
             shares = self._held.get((group.name, index), ())
@@ -198,7 +230,7 @@ class Resources:
 
 
 def need_of(group: GroupConfig) -> Need:
-    """Return the need of each part of a replica of the group."""
+    """Return what each part of a replica of the group needs of a node."""
     return Need(
         group=group.name,
         parts=group.nnodes,

@@ -46,7 +46,12 @@ class Folder:
         return min(frame_at, self._bar_at if self._bar else math.inf) + BAR_INTERVAL_S
 
     def fold(self, data: bytes, now: float) -> Folded:
-        """Fold all complete lines; leave an unfinished line at the end unused."""
+        """Fold all complete lines of ``data``; leave an unfinished last line unused.
+
+        :param data: the bytes that the previous call did not use, and new ones.
+        :param now: time of a steady clock, in seconds.
+        :returns: the text for the log, and how many bytes of ``data`` are done with.
+        """
         end = data.rfind(b"\n") + 1
         lines = data[:end]
         if b"\r" in lines or self._frame or _UP.search(lines):
@@ -56,7 +61,11 @@ class Folder:
         return Folded(lines, end + self._look_at_bar(data, end, now))
 
     def _line(self, line: bytes, now: float) -> bytes:
-        """Return the log's text for a complete line, or b"" for a frame to skip."""
+        """Return the log's text for a complete line, or b"" if it is not logged now.
+
+        A line that redraws nested bars (moves the cursor up) is kept instead, to be
+        logged later, if such a line was logged within the last 10 s.
+        """
         is_frame = _UP.search(line) is not None
         shown, self._shown = self._shown, b""
         text = _last_state(line)
@@ -72,7 +81,11 @@ class Folder:
         return text + b"\n"
 
     def _look_at_bar(self, data: bytes, start: int, now: float) -> int:
-        """Keep the state of the unfinished line; return the number of dropped bytes."""
+        """Keep the last state of the unfinished line, in case it is a progress bar.
+
+        :param start: where the unfinished line starts in ``data``.
+        :return: how many bytes from there are states that were overwritten.
+        """
         last = data.rfind(b"\r", start)
         if last < 0:
             return 0
@@ -86,7 +99,7 @@ class Folder:
         return begin - start
 
     def take_due_lines(self, now: float) -> bytes:
-        """Return lines due now: a growing bar's state, nested bars' last frame."""
+        """Return the lines that are due: a bar's state, nested bars' last frame."""
         lines = b""
         if self._frame and now >= self._frame_at + BAR_INTERVAL_S:
             lines, self._frame, self._frame_at = self._frame, b"", now
@@ -98,7 +111,7 @@ class Folder:
         return lines
 
     def finish(self, data: bytes) -> bytes:
-        """End the stream; return the rest as a line."""
+        """End the stream. Return the kept frame and ``data``, an unfinished line."""
         frame, self._frame = self._frame, b""
         shown, self._shown = self._shown, b""
         text = _last_state(data)

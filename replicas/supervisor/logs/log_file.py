@@ -30,7 +30,7 @@ class RotatedFile:
         self._noted_at = 0.0
 
     def append(self, lines: bytes) -> None:
-        """Write all of ``lines``, in the next part if the file is full.
+        """Append ``lines`` to the file, in the next part if the file is full. Blocks.
 
         :raises OSError: nothing was written.
         """
@@ -43,7 +43,10 @@ class RotatedFile:
             self._write(lines, size)
 
     def _open(self) -> int:
-        """Open the file at its end, and end a torn line; return its size in bytes."""
+        """Open the file, unless it is open, and end a torn line.
+
+        :return: its size in bytes.
+        """
         if self._file is not None:
             return os.fstat(self._file).st_size
         self._file = _append_to(self.path)
@@ -54,7 +57,10 @@ class RotatedFile:
         return size
 
     def _write(self, lines: bytes, size: int) -> None:
-        """Append the lines. After an OSError the file has its ``size`` again."""
+        """Append the lines. After an OSError the file has its ``size`` again.
+
+        :param size: present size of the file, in bytes.
+        """
         assert self._file is not None
         rest = memoryview(lines)
         try:
@@ -65,10 +71,11 @@ class RotatedFile:
             raise
 
     def rotate(self) -> None:
-        """Start the next part. Safe to repeat after a kill or failure at any point.
+        """Rename the file and its older parts by one number; drop the oldest.
 
-        Therefore, parts are moved only up to the first free number, and a part's index
-        moves before the part itself.
+        The next append starts a new file. Safe to repeat after a kill or failure at any
+        point. Therefore, parts are moved only up to the first free number, and a part's
+        index moves before the part itself.
         """
         self.close()
         free = (number for number in range(1, self._keep) if not self._part(number).exists())
@@ -87,7 +94,10 @@ class RotatedFile:
         return self.path.with_name(f"{self.path.name}.{number}") if number else self.path
 
     def _note(self, size: int) -> None:
-        """Write this offset and the time to the index, at most once a second."""
+        """Write this offset and the time to the index, at most once a second.
+
+        :param size: offset in bytes at which the next lines will be.
+        """
         now = time.time()
         if 0 <= now - self._noted_at < _TIMES_INTERVAL_S:
             return
@@ -104,7 +114,7 @@ class RotatedFile:
 
 
 def _append_to(path: Path) -> int:
-    """Open a file for appending, made if missing. Return its descriptor."""
+    """Open a file for appending, made if missing with its folder; return the fd."""
     return private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, make_folder=True)
 
 
@@ -114,7 +124,11 @@ def _times_of(path: Path) -> Path:
 
 
 def remove_old_generations(folder: Path, keep: int) -> None:
-    """Remove logs of all but ``keep`` generations. ``folder``: ``gen-<newest>``."""
+    """Remove the log folders of a replica's old generations. Blocks.
+
+    :param folder: ``gen-<newest>``; the others are beside it.
+    :param keep: how many of the newest stay.
+    """
     newest = _generation(folder)
     for other in folder.parent.glob("gen-*"):
         if _generation(other) > newest - keep:
@@ -123,6 +137,9 @@ def remove_old_generations(folder: Path, keep: int) -> None:
 
 
 def _generation(folder: Path) -> int:
-    """Return the number of a generation's folder; a large one for other folders."""
+    """Return the number in a folder's name ``gen-<number>``.
+
+    A huge number for other folders, so that they are not removed as old.
+    """
     number = folder.name.removeprefix("gen-")
     return int(number) if number.isdecimal() else 1 << 62

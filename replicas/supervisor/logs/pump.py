@@ -90,7 +90,7 @@ def is_pump(pid: int) -> bool:
 
 
 def _has_ended(pipe: int) -> bool:
-    """Return True if the pipe's last writer is gone and all was read."""
+    """Return True if the pipe has no writer, and all of it was read. Never waits."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     return any(events & select.POLLHUP and not events & select.POLLIN for _, events in poll.poll(0))
@@ -142,11 +142,11 @@ class LogSource:
         return self.name or (f"rank-{self.rank}" if self.rank >= 0 else "")
 
     def tail(self) -> bytes:
-        """Return the last bytes of the log, even if they could not be written."""
+        """Return the last 8 KiB of the log, also lines that could not be written."""
         return self._map[_TAIL_AT : _TAIL_AT + self._numbers[2]]
 
     def keep(self, lines: bytes) -> None:
-        """Append lines to the tail in shared memory."""
+        """Append lines to the tail in shared memory, which keeps the last 8 KiB."""
         tail = (self.tail() + lines)[-TAIL_NBYTES:]
         self._map[_TAIL_AT : _TAIL_AT + len(tail)] = tail
         self._numbers[2] = len(tail)
@@ -187,7 +187,11 @@ class OutputLog:
         return min(retry_at, *(folder.due for folder in self._folders))
 
     def read(self, index: int, now: float) -> bytes | None:
-        """Read one stream, log its completed lines and return them; None at its end."""
+        """Read what one stream has, log its completed lines, and return them.
+
+        :param index: of the stream among the source's pipes.
+        :return: b"" if no line was completed; None if the stream has ended.
+        """
         pipe = self.source.pipes[index]
         self.taken = 0
         nbytes = waiting_nbytes(pipe)
@@ -206,7 +210,12 @@ class OutputLog:
         return self._put(lines, now)
 
     def _learn_rank(self, data: bytes, index: int, now: float) -> bytes:
-        """Remove the guard's line, if any, from a stream's start; return the rest."""
+        """Remove the guard's line, if any, from a stream's start; return the rest.
+
+        The line tells the rank of the log, and with it the name of the file.
+
+        :param index: of the stream among the source's pipes.
+        """
         line, end, rest = data.partition(b"\n")
         number = line.removeprefix(RANK_MARK)
         if not (end and line.startswith(RANK_MARK) and number.isdigit() and len(number) < _RANK_NDIGITS):
@@ -220,20 +229,23 @@ class OutputLog:
         return rest
 
     def log_due_lines(self, now: float) -> bytes:
-        """Log the lines that are due by time, and return them."""
+        """Write the lines of progress bars that are due, and return them.
+
+        Also try again to write after an error of the disk, if that is due.
+        """
         lines = b"".join(self._put(folder.take_due_lines(now), now) for folder in self._folders)
         if self.trouble and now >= self._retry_at:
             self._write(b"", now)
         return lines
 
     def retry(self, now: float) -> None:
-        """Try again now to write, if lines are being dropped."""
+        """Write to the file now if an error kept lines from it, without the delay."""
         self._retry_at = now
         if self.trouble:
             self._write(b"", now)
 
     def finish(self, now: float) -> bytes:
-        """Log unfinished lines too, at the end of input; return them."""
+        """Log the unfinished lines too, as the input ends; return them."""
         self.retry(now)
         lines = b""
         for index, folder in enumerate(self._folders):
@@ -248,7 +260,7 @@ class OutputLog:
     # ------------------------------------------------------------ the file
 
     def _put(self, lines: bytes, now: float) -> bytes:
-        """Write lines, or count them as lost; return them."""
+        """Write lines to file and tail, or count them as lost; return them."""
         if lines:
             self.source.keep(lines)
             if not self._write(lines, now):
@@ -260,9 +272,10 @@ class OutputLog:
         return lines
 
     def _write(self, lines: bytes, now: float) -> bool:
-        """Append to the file, which is created if missing, after a note about losses.
+        """Append a note about earlier losses, and the lines; return False on failure.
 
-        Return False if that fails.
+        Creates the file if it is missing. After a failure, do nothing until the next
+        try is due.
         """
         if self.trouble and now < self._retry_at:
             return False
@@ -312,6 +325,10 @@ class Pump:
                 self._selector.register(pipe, selectors.EVENT_READ, pipe)
 
     def run(self) -> None:
+        """Read all pipes into their logs until no writer is left. Blocks.
+
+        Also return 2 s after the shim's death. The logs are complete and closed then.
+        """
         while self._open and time.monotonic() < self._leave_at:
             due = min(self._leave_at, self._tell_at, *(log.due for log in self._logs))
             events = self._selector.select(max(0.0, due - time.monotonic()) if due < math.inf else None)
@@ -344,13 +361,13 @@ class Pump:
         self._tell_dropped(now, at_once=True)
 
     def _take(self, message: Message) -> None:
-        """Carry out an order of the shim."""
+        """Carry out a message of the shim: log all output, and answer."""
         if message["type"] == "drain":
             self._drain()
             self._shim.send({"type": "drained", "number": message.get("number")})
 
     def _drain(self) -> None:
-        """Log all output up to now, including unfinished lines."""
+        """Read and log all output that is in the pipes now, and unfinished lines."""
         now = time.monotonic()
         for log in self._logs:
             log.retry(now)
@@ -364,7 +381,12 @@ class Pump:
         self._tell_dropped(now, at_once=True)
 
     def _tell_dropped(self, now: float, *, at_once: bool = False) -> None:
-        """Report newly lost lines to the shim, at most once a second."""
+        """Send the shim how many more lines were lost, by place and reason.
+
+        At most once a second.
+
+        :param at_once: now in any case, if there are such lines.
+        """
         if now < self._tell_at < math.inf and not at_once:
             return
         counting: dict[str, Sequence[OutputLog | Tee]] = {"file": self._logs, "tee": [self._tee] if self._tee else []}
@@ -377,12 +399,15 @@ class Pump:
                 self._shim.send({"type": "dropped", "loss": plain(LogLoss(new, where, reason))})
 
     def _show(self, log: OutputLog, lines: bytes) -> None:
-        """Show lines on the terminal, if they are of a rank and wanted there."""
+        """Queue lines for the terminal, if they are of a rank and are shown there."""
         if lines and self._tee is not None and log.source.shown:
             self._on_tee(lambda tee: tee.show(lines, log.source.title.removeprefix("rank-")))
 
     def _on_tee(self, use: Callable[[Tee], None]) -> None:
-        """Call ``use`` on the tee, and poll the tee while it has unwritten lines."""
+        """Call ``use`` with the output to the terminal, if there is one.
+
+        Forget a terminal that is gone; wake the loop for one that has unwritten lines.
+        """
         tee = self._tee
         if tee is None:
             return

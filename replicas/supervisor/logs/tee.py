@@ -24,7 +24,7 @@ from replicas.common.foreign import readable
 
 _QUEUE_NBYTES = 256 << 10
 _BLOCK_NBYTES = select.PIPE_BUF
-_SLOW = "its reader is too slow"
+_SLOW = "the reader of this output is too slow"
 
 
 class Tee:
@@ -62,7 +62,13 @@ class Tee:
         return bool(self._blocks)
 
     def show(self, lines: bytes, rank: str) -> None:
-        """Queue complete lines, each after its rank; write as many as possible."""
+        """Queue complete lines, each after the replica's name and ``rank``, and write.
+
+        Writes what is accepted without waiting. If the queue is full, drop the lines.
+
+        :param rank: the rank whose lines they are, as text.
+        :raises OSError: the reader of the output is gone.
+        """
         if self._queued >= _QUEUE_NBYTES:
             self._drop(lines.count(b"\n"))
         else:
@@ -79,12 +85,12 @@ class Tee:
         """Queue a note about the lines dropped since the last note, if any."""
         dropped, self._dropped = self._dropped, 0
         if dropped:
-            note = f"{self._name}| ({dropped} lines are only in the log: {self.why_dropped})\n"
+            note = f"{self._name}| ({dropped} lines are shown only in the log: {self.why_dropped})\n"
             self._note = (note.encode(), dropped)
             self._queue([self._note[0]])
 
     def _queue(self, lines: list[bytes]) -> None:
-        """Queue lines in blocks; drop those for which the queue has no room."""
+        """Queue lines in blocks; drop and count those for which there is no room."""
         block = b""
         for number, line in enumerate(lines):
             if self._queued >= _QUEUE_NBYTES:
@@ -99,7 +105,10 @@ class Tee:
             self._blocks.append(block)
 
     def write(self) -> None:
-        """Write as many queued blocks as are accepted without waiting."""
+        """Write as many queued blocks as are accepted without waiting.
+
+        :raises OSError: the reader of the output is gone.
+        """
         while self._blocks:
             block = self._blocks[0]
             try:
@@ -143,7 +152,10 @@ class Tee:
         self._queued = 0
 
     def _put(self, block: bytes) -> int:
-        """Write a block. Return the number of bytes that were accepted."""
+        """Write a block without waiting. Return the number of bytes accepted.
+
+        :raises BlockingIOError: nothing is accepted now.
+        """
         if self._socket is not None:
             return self._socket.send(block, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         return os.write(self._file, block)

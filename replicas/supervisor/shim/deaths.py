@@ -74,7 +74,10 @@ class _PidWatch:
         """The pidfds, by pid."""
 
     def _watch(self, pid: int) -> bool:
-        """Begin to watch a process. Return False if that is impossible."""
+        """Open a pidfd of the process, and register it with the loop's selector.
+
+        Return False if that is impossible, for example because the process has ended.
+        """
         try:
             pidfd = self._watched[pid] = os.pidfd_open(pid)
         except OSError:  # it has ended, is not visible from here, or there is no descriptor left
@@ -83,14 +86,17 @@ class _PidWatch:
         return True
 
     def _on_end(self, pid: int) -> None:
-        """Stop watching a process that has ended."""
+        """Note the end of a watched process, and close its pidfd."""
         pidfd = self._watched.pop(pid)
         self._selector.unregister(pidfd)
         self._note_end(pid, pidfd)
         os.close(pidfd)
 
     def _note_end(self, pid: int, pidfd: int) -> None:
-        """Note the end of a watched process, whose pidfd is still open."""
+        """Record what is to be known of an ended process. Does nothing in this class.
+
+        :param pidfd: of the process, still open; the caller closes it.
+        """
 
 
 class DeathWatch(_PidWatch):
@@ -103,19 +109,25 @@ class DeathWatch(_PidWatch):
         self._deaths: list[Death] = []
 
     def watch_new_processes(self) -> None:
-        """Begin to watch processes that are not watched yet."""
+        """Begin to watch those of ``pids()`` that are new and below this process.
+
+        To be called again and again; at most 256 processes are watched.
+        """
         for pid in self._pids():
             known = pid in self._names or len(self._watched) >= _MAX_WATCHED
             if not known and is_below(pid, os.getpid()) and self._watch(pid):  # skips sidecars
                 self._names[pid] = _name_of(pid)
 
     def _note_end(self, pid: int, pidfd: int) -> None:
-        """Record the death of a watched process."""
+        """Record the death of a watched process, with the signal that killed it."""
         self._deaths.append(Death(pid, self._names.pop(pid), _killed_by(pid, pidfd), time.monotonic()))
         del self._deaths[:-_MAX_WATCHED]
 
     def first(self, before: Iterable[int]) -> Death | None:
-        """Return the first recent crash before the end of any process in ``before``."""
+        """Return the first crash of the last 60 s, or None if there was none.
+
+        :param before: pids; deaths from the first end of one of these on do not count.
+        """
         since, those = time.monotonic() - RECENT_S, frozenset(before)
         recent = itertools.takewhile(lambda one: one.pid not in those, (d for d in self._deaths if d.at >= since))
         return next((one for one in recent if one.signum in _CRASHES), None)
@@ -130,10 +142,12 @@ class EndWatch(_PidWatch):
     has_unwatched = False
 
     def watch_all(self, look: Callable[[], Iterable[int]]) -> bool:
-        """Return True if ``look`` finds no process; else watch each, return False.
+        """Watch all processes that ``look`` finds. Return True if it finds none.
 
-        A process that ends before it is watched would not wake the loop. A second look
-        finds that it is gone, or finds the processes that it started.
+        Their ends wake the loop. A process that ends before it is watched would not: a
+        second look finds that it is gone, or finds the processes that it started.
+
+        :param look: returns the pids of the processes that are there now.
         """
         for _ in range(_LOOKS):
             there = frozenset(look())
@@ -154,7 +168,12 @@ def _name_of(pid: int) -> str:
 
 
 def _killed_by(pid: int, pidfd: int) -> int:
-    """Return the signal that killed an ended process; 0 for none, or if unknown."""
+    """Return the number of the signal that killed an ended process.
+
+    0 if no signal did, or if that cannot be known.
+
+    :param pidfd: an open pidfd of the process.
+    """
     with contextlib.suppress(OSError):
         fields = stat_fields(pid)
         if fields[0] == "Z":
@@ -179,7 +198,10 @@ class StoppedWatch:
         """When :meth:`is_stuck` must be called; inf for never."""
 
     def is_stuck(self, now: float) -> bool:
-        """Return True if torchrun is stopped with a dead child for 5 s or more."""
+        """Return True if torchrun was stopped with a dead child for over 5 s.
+
+        :param now: monotonic time; sets when to call this again, :attr:`due`.
+        """
         stopped = is_stopped(self._pid)
         self.due = now + _LOOK_INTERVAL_S if stopped else math.inf
         return self._blind.measure_duration(now, stopped and has_zombie(self._pid)) > STOPPED_S
@@ -194,8 +216,9 @@ def exit_report(
     stopping: bool,
     first_death: Callable[[Iterable[int]], object] = lambda before: None,
 ) -> ExitReport:
-    """Return the exit report of a node whose main process is gone.
+    """Return the exit report of a part whose main process has ended.
 
+    :param main: the main process, with its exit code: torchrun or the user's program.
     :param told: the launcher's own report, if there is one.
     :param last_lines: returns the last lines of the log ``torchrun``, or ``rank 0``.
     :param stopping: True if its end was ordered.
@@ -214,7 +237,7 @@ def exit_report(
         words = _last(last_lines("torchrun")) if code > 0 else ""
         return ExitReport("lost", text=f"torchrun of node {spec.node} {ended}{': ' if words else ''}{words}")
     if told.outcome == "stopped" and not stopping:
-        return ExitReport("lost", text=f"torchrun of node {spec.node} was stopped from outside")
+        return ExitReport("lost", text=f"torchrun on node {spec.node} was stopped by a signal from outside")
     ranks = _with_last_words(told.ranks, last_lines)
     if ranks and ranks[0].code >= 0:  # a signal is a cause by itself
         after = first_death({main.pid, *(rank.pid for rank in ranks)}) or ""
@@ -223,9 +246,12 @@ def exit_report(
 
 
 def _with_last_words(ranks: tuple[RankExit, ...], last_lines: Callable[[str], tuple[str, ...]]) -> tuple[RankExit, ...]:
-    """Add a text to ranks without one, and the last lines to the first rank.
+    """Return the ranks with a text each, and the last log lines for the first one.
 
-    Only the first rank keeps its error, unless the lines contain it.
+    A text that is missing is the exception or last line in the rank's log. Only the
+    first rank keeps its error, unless the lines contain it.
+
+    :param last_lines: returns the last lines of the log ``rank <RANK>``.
     """
     result = []
     for number, rank in enumerate(ranks):
@@ -249,7 +275,7 @@ _WARNING = re.compile(r".*:\d+: \w*Warning: .*")
 
 
 def _exception(lines: tuple[str, ...]) -> str:
-    """Return the exception at the end of the last traceback, or "".
+    """Return the line of the exception after the last traceback, or "".
 
     It is the first unindented line after the traceback's last frame. Lines may begin
     with the name of a process (``(EngineCore pid=7)``), and other processes may have
@@ -264,7 +290,10 @@ def _exception(lines: tuple[str, ...]) -> str:
 
 
 def _last(lines: tuple[str, ...] | list[str]) -> str:
-    """Return the last line that is not a Python warning: those come at exit."""
+    """Return the last line that is not a Python warning (those come at exit).
+
+    Return the last line of all if there are only warnings, or "".
+    """
     words = [
         line.strip()
         for before, line in itertools.pairwise(("", *lines))

@@ -46,13 +46,13 @@ class Stack(NamedTuple):
 
 
 def short(found: list[Stack]) -> list[Stack]:
-    """Return the stacks cut to fit into one message; the logs have all of them."""
+    """Return the stacks, with texts cut so that all fit into one message."""
     share = _MESSAGE_NBYTES // max(1, len(found))
     return [stack._replace(text=_cut(stack.text, share)) for stack in found]
 
 
 def _cut(text: str, most: int) -> str:
-    """Cut a text to ``most`` bytes of JSON, where a character takes up to 12."""
+    """Return the text, cut to ``most`` bytes of JSON, with a note if it was cut."""
     if len(json.dumps(text)) <= most:
         return text
     while len(json.dumps(text)) > most:
@@ -86,7 +86,13 @@ class StackDump:
                 self._found.append(Stack(rank, pid, text))
 
     def collect_stacks(self, now: float, *, last: bool = False) -> list[Stack] | None:
-        """Return the stacks, by rank, or None if some are missing and not ``last``."""
+        """Read the files that are complete; return all stacks, sorted by rank.
+
+        Return None while a rank has not written its stacks and has time left. Ranks
+        that do not answer get a text that says so. The files are emptied.
+
+        :param last: do not wait for ranks: return the stacks that there are.
+        """
         self.look_at = now + _LOOK_INTERVAL_S
         for pid in [pid for pid in self._asked if self._answered(pid, now)]:
             asked = self._asked.pop(pid)
@@ -99,7 +105,7 @@ class StackDump:
         return sorted(self._found)
 
     def _answered(self, pid: int, now: float) -> bool:
-        """Return True if the file of the rank is complete, or removed."""
+        """Return True if the rank's file has not grown for 0.15 s, or is removed."""
         try:
             size = self._asked[pid].path.stat().st_size
         except FileNotFoundError:
@@ -125,9 +131,11 @@ class Stacks:
         return math.inf if self._dump is None else self._dump.look_at
 
     def ask(self, main: Child | None, now: float, then: Callable[[], None] | None = None) -> None:
-        """Start a dump, unless a dump is running; call ``then`` when it is complete.
+        """Signal the ranks for their stacks, unless a dump is running. Never waits.
 
-        :param main: the main process of the part, which may have ended.
+        :param main: the main process of the part. If it has ended, an empty answer goes
+            to the agent, and ``then`` is not called.
+        :param then: called when the dump is complete.
         """
         if main is None or main.code is not None:
             self._agent.send({"type": "stacks", "found": {}})
@@ -138,7 +146,7 @@ class Stacks:
         self._then = then or self._then
 
     def on_time(self, now: float) -> None:
-        """Finish the dump, if it is due and complete."""
+        """End the dump, if it is complete: log it, send it, and call ``then``."""
         found = None if self._dump is None or now < self._dump.look_at else self._dump.collect_stacks(now)
         if found is not None:
             then, self._then = self._then, None
@@ -148,13 +156,13 @@ class Stacks:
                 then()
 
     def finish(self, now: float) -> None:
-        """Show the stacks received so far; drop ``then``, as the ranks end now."""
+        """Log and send the stacks that are there; drop ``then``: the ranks end now."""
         dump, self._dump, self._then = self._dump, None, None
         if dump is not None:
             self._show(dump.collect_stacks(now, last=True) or [])
 
     def _show(self, found: list[Stack]) -> None:
-        """Write stacks into the ranks' logs, and send them to the agent."""
+        """Write stacks into the ranks' logs, and send them, cut, to the agent."""
         for stack in found:
             self._pipes.write_lines(stack.rank, stack.entry())
         name = f"{self._spec.group}/{self._spec.replica}"
@@ -163,7 +171,11 @@ class Stacks:
 
 
 def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
-    """Return ranks by pid: those of torchrun's children, or 0 for the program."""
+    """Return the ranks of a part by pid.
+
+    :param main: pid of the main process.
+    :param torchrun: it is torchrun, whose children are ranks; else it is rank 0 itself.
+    """
     if not torchrun:
         return {main: 0}
     found: dict[int, int] = {}
@@ -176,9 +188,17 @@ def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
 
 
 def _ask(asked: Asked, root: int) -> bool:
-    """Signal the process that made this file, if it handles that. Return True if so."""
+    """Signal the rank that made this file to write its stacks there.
+
+    Empties the file before. Return False, and send nothing, if the process is gone, is
+    not below ``root``, or does not handle the signal, which would kill it.
+
+    :param asked: the file, and pid, start time and rank of its process.
+    :param root: pid of the shim.
+    """
 
     def still(pid: int) -> bool:
+        """Return True if this pid is still that process, and handles the signal."""
         return start_time(pid) == asked.start and catches(pid, stacks.SIGNUM) and is_below(pid, root)
 
     if not still(asked.pid):
@@ -186,25 +206,25 @@ def _ask(asked: Asked, root: int) -> bool:
     try:
         private.write(asked.path, b"")  # empty it: later content is the answer
     except OSError as error:
-        note(f"not asking process {asked.pid} for its stacks: {error}")
+        note(f"not saving the stacks of process {asked.pid}: {error}")
         return False
     return bool(signal_each([asked.pid], stacks.SIGNUM, still))
 
 
 def _read_and_truncate(path: Path) -> str:
-    """Return the text of a file, which is then emptied, or "" if that fails."""
+    """Return the text of a file, up to 256 KiB, and empty the file; "" on error."""
     try:
         with os.fdopen(private.open_file(path, os.O_RDWR), "rb") as file:
             text = file.read(_MAX_NBYTES).decode(errors="replace")
             os.ftruncate(file.fileno(), 0)
     except OSError as error:  # the rank can change or remove the file
-        note(f"cannot read stacks: {error}")
+        note(f"not saving the stacks of the ranks: {error}")
         return ""
     return text
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process in words."""
+    """Return the state of a process in words: "state S (sleeping)"."""
     status = dict(line.partition(":")[::2] for line in _read(Path(f"/proc/{pid}/status")).splitlines())
     return f"state {status['State'].strip()}" if "State" in status else "it is gone"
 

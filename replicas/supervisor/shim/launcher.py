@@ -82,7 +82,11 @@ _NEVER_S = 3600.0  # after the stop timeout; the shim kills the remaining proces
 
 
 def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """Start a TCPStore server on a free port of ``address`` only, not of all."""
+    """Start and return a TCPStore server on a free port of ``address`` only.
+
+    :param address: a local address; torch alone would listen on all of them.
+    :param timeout: default timeout of the store's operations.
+    """
     listener = socket.create_server((address, 0), backlog=128)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -91,12 +95,13 @@ def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPS
 
 
 def forbid_pickles() -> None:
-    """Refuse pickles that name a class or function, in the whole process.
+    """Refuse pickles that name a class or function, in the whole process, for good.
 
     A version of torchrun that unpickles from a socket fails here and executes nothing.
     """
 
     def refuse(event: str, arguments: tuple[object, ...]) -> None:
+        """Audit hook: raise PermissionError where a pickle looks up a name."""
         if event == "pickle.find_class":
             raise PermissionError(f"a pickle names {'.'.join(map(str, arguments))}: torchrun may load none here")
 
@@ -116,7 +121,10 @@ class _Rendezvous(RendezvousHandler):
         self._store: Store = HashStore() if spec.nnodes == 1 else PrefixStore("replicas/nodes", store)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all nodes are up; return the store and this node's rank."""
+        """Wait until all nodes are up; return the workers' store and this node's rank.
+
+        :raises RendezvousTimeoutError: a node did not come up in time.
+        """
         spec = self._spec
         self._store.set(str(spec.node), "")
         deadline = time.monotonic() + spec.rendezvous_timeout_s
@@ -129,24 +137,30 @@ class _Rendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
+        """Always True, so that workers use the store that the agents use."""
         return True
 
     def get_backend(self) -> str:
+        """Return the name under which this rendezvous is registered."""
         return _BACKEND
 
     def get_run_id(self) -> str:
+        """Return a name of this generation of the replica."""
         return _run_id(self._spec)
 
     def is_closed(self) -> bool:
+        """Return False: it stays usable."""
         return False
 
     def set_closed(self) -> None:
         """Do nothing: the supervisor ends the other nodes."""
 
     def num_nodes_waiting(self) -> int:
+        """Return 0: no node joins later."""
         return 0
 
     def shutdown(self) -> bool:
+        """Return True, and do nothing."""
         return True
 
 
@@ -161,7 +175,7 @@ class _Agent(LocalElasticAgent):
         self._are_over = False  # the workers have ended, or had their time to end
 
     def _assign_worker_ranks(self, *arguments: Any, **named: Any) -> Any:
-        """Compute the ranks without an exchange between the nodes."""
+        """Compute the ranks here, from equal sizes, without a store; torch calls it."""
         os.environ[_ALIKE] = "1"  # all nodes have as many workers: ranks are computed, not exchanged in the store
         try:
             return super()._assign_worker_ranks(*arguments, **named)
@@ -169,7 +183,10 @@ class _Agent(LocalElasticAgent):
             del os.environ[_ALIKE]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Wait up to 1 s for the end of a worker. Return the state of the workers."""
+        """Wait up to 1 s for the end of a worker. Return the state of the workers.
+
+        torch calls it in a loop, in this process's main thread.
+        """
         if self._watched is not self._pcontext and self._pcontext is not None:
             self._watched, self._ends = self._pcontext, select.poll()
             for pid in self._pcontext.pids().values():  # not reaped yet, so the pids are valid
@@ -182,16 +199,21 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _shutdown(self, *arguments: Any, **named: Any) -> None:
-        """Do not wait again for a worker that survives SIGKILL: the shim names it."""
+        """End the workers, as torch does, unless they had their time to end.
+
+        A worker that survives SIGKILL is not waited for again: the shim names it.
+        """
         if not self._are_over:
             super()._shutdown(*arguments, **named)
 
 
 def _run_id(spec: PartSpec) -> str:
+    """Return a name of this generation of the replica."""
     return f"{spec.group}-{spec.replica}-{spec.generation}"
 
 
 def _torchrun_arguments(spec: PartSpec) -> list[str]:
+    """Return the arguments of torchrun's command line for this part."""
     return [
         f"--nnodes={spec.nnodes}:{spec.nnodes}",
         f"--nproc-per-node={spec.nproc_per_node}",
@@ -207,7 +229,14 @@ def _torchrun_arguments(spec: PartSpec) -> list[str]:
 
 
 def _workers_store(spec: PartSpec, control: socket.socket) -> TCPStore:
-    """Connect to the store of the workers' process groups; on node 0, host it."""
+    """Return the store of the workers' process groups; on node 0, host it.
+
+    Node 0 sends its address through the shim; the others wait for that. Blocks.
+
+    :param control: socket to the shim.
+    :raises RendezvousTimeoutError: node 0 did not come up in time.
+    :raises SystemExit: the shim has ended.
+    """
     if spec.node == 0:
         store = local_store(spec.local_addr)
         orders.send(control, {"type": "rendezvous", "host": spec.local_addr, "port": store.port})
@@ -227,7 +256,10 @@ def _workers_store(spec: PartSpec, control: socket.socket) -> TCPStore:
 
 
 def _bound_close(timeout_s: float) -> None:
-    """Replace the 30 s that torchrun gives other workers after one has failed."""
+    """Set how long torchrun waits for its other workers after one has failed.
+
+    Changes torch's default of 30 s, for the whole process.
+    """
     close: Any = PContext.close
     if close.__defaults__ != (None, 30):
         raise RuntimeError("this version of torch has another PContext.close(death_sig=None, timeout=30)")
@@ -235,7 +267,10 @@ def _bound_close(timeout_s: float) -> None:
 
 
 def _rank_exit(rank: int, failure: ProcessFailure) -> RankExit:
-    """Return how a rank ended, from torchrun's record of the failure."""
+    """Return how a rank ended, from torchrun's record of the failure.
+
+    Its text is that of the error file, if the worker wrote one.
+    """
     message = failure.error_file_data.get("message", {}) if failure.error_file_data else {}
     if not isinstance(message, dict):
         message = {"message": str(message)}
@@ -253,7 +288,10 @@ def _rank_exit(rank: int, failure: ProcessFailure) -> RankExit:
 
 
 def _failed(error: ChildFailedError) -> ExitReport:
-    """Return a report of the failed ranks; those that torchrun then ended come last."""
+    """Return a report of the failed ranks, the first cause first, 64 at most.
+
+    Ranks that torchrun then ended by SIGTERM come last.
+    """
     exits = [_rank_exit(rank, failure) for rank, failure in error.failures.items()]
     exits.sort(key=lambda rank: (rank.code == -signal.SIGTERM, rank.at, rank.rank))
     first, *others = exits[:64]  # thousands would not fit into a message
@@ -261,7 +299,13 @@ def _failed(error: ChildFailedError) -> ExitReport:
 
 
 def launch(spec: PartSpec, control: socket.socket) -> ExitReport:
-    """Run torchrun until its workers have ended, and return the exit report."""
+    """Run torchrun until its workers have ended, and return the exit report.
+
+    Changes ``os.environ`` and defaults of torch for this process. Errors of torchrun
+    become a report, and their traceback goes to stderr.
+
+    :param control: socket to the shim, for the address of the workers' store.
+    """
     _bound_close(spec.stop_timeout_s)
     launcher_api.LocalElasticAgent = _Agent  # type: ignore[attr-defined]  # torch has no other way to set the agent class
     try:
@@ -285,7 +329,12 @@ def launch(spec: PartSpec, control: socket.socket) -> ExitReport:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Receive the spec, run torchrun, and send the report. Return the exit code."""
+    """Receive the spec from the shim, run torchrun, and send the exit report.
+
+    Return the exit code of this process: 0 if all workers succeeded, else 1.
+
+    :param arguments: of the command line; default: those of this process.
+    """
     parser = argparse.ArgumentParser(prog="replicas.supervisor.shim.launcher", description="started by the shim")
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
     parser.add_argument("--parent", type=int, required=True, help="pid of the shim")

@@ -27,18 +27,22 @@ class ShimLease:
         self.pinged(now, until, patience_s)
 
     def pinged(self, now: float, until: float = 0.0, patience_s: float = 0.0) -> None:
-        """Replace both limits by those of a ping."""
+        """Replace both limits by those of a ping that has arrived.
+
+        :param until: end of the lease; 0 for no lease.
+        :param patience_s: longest time until the next ping, in seconds; 0 for no limit.
+        """
         self._until = until or math.inf
         self._clock = PauseClock(now + patience_s if patience_s else math.inf)
         self._last = False
 
     @property
     def due(self) -> float:
-        """When :meth:`has_expired` must be called."""
+        """When :meth:`has_expired` must be called; inf for never."""
         return min(self._until, self._clock.due)
 
     def has_expired(self, now: float) -> bool:
-        """Return True, once, when the shim is to end.
+        """Return True, once, when the shim must end for lack of pings.
 
         A shim that was paused past its patience gets ``LAST_S`` more for a ping.
         """

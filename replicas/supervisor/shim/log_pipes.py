@@ -41,7 +41,12 @@ class LogPipes:
             self._add("torchrun", f"torchrun-{spec.node}", 1)
 
     def _add(self, key: str, name: str, count: int, *, shown: bool = False) -> None:
-        """Make ``count`` pipes for one log, kept under ``key``."""
+        """Make ``count`` pipes for one log.
+
+        :param key: ``rank <LOCAL RANK>`` or ``torchrun``, under which the log is found.
+        :param name: of its file, or "" if the file is named after a rank learned later.
+        :param shown: it is the log of a rank, which the terminal may show.
+        """
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(count)]
         readers, writers = zip(*pipes, strict=True)
         self.sources[key] = LogSource(name, readers, writers, shown=shown)
@@ -51,12 +56,19 @@ class LogPipes:
         return tuple((one.writers[0], one.writers[1]) for one in self.sources.values() if one.shown)
 
     def streams(self, name: str) -> tuple[int, int]:
-        """Return descriptors of stdout and stderr for ``rank 0`` or ``torchrun``."""
+        """Return descriptors of stdout and stderr, for a process to write to.
+
+        :param name: ``rank 0`` or ``torchrun``.
+        """
         writers = self.sources[name].writers
         return writers[0], writers[-1]
 
     def write_lines(self, rank: int, text: str) -> None:
-        """Write lines to a rank's log as if they were its own, without waiting."""
+        """Queue lines for a rank's log, as if they were its own, and write what fits.
+
+        Never waits. If the rank is unknown or the pipes are closed, the text goes to
+        the shim's own log.
+        """
         key = self._key(f"rank {rank}")
         # The first line in the pipes of torchrun's workers must be their rank.
         if key is None or self._closed or not self.sources[key].title:
@@ -72,7 +84,7 @@ class LogPipes:
         self.flush_lines(time.monotonic())
 
     def flush_lines(self, now: float) -> None:
-        """Write queued blocks; set :attr:`flush_at` if a pipe is full."""
+        """Write queued blocks of lines; set :attr:`flush_at` if a pipe is full."""
         self.flush_at = math.inf
         while self._words:
             key, block = self._words[0]
@@ -88,7 +100,10 @@ class LogPipes:
             self._words.popleft()
 
     def _key(self, name: str) -> str | None:
-        """Return the key of ``rank <RANK>`` or ``torchrun``, or None if unknown."""
+        """Return the key in ``sources`` of a log, or None if it is unknown.
+
+        :param name: ``rank <RANK>`` (the global rank) or ``torchrun``.
+        """
         for key, source in self.sources.items():
             if name == (f"rank {source.rank}" if source.rank >= 0 else key):
                 return key
@@ -100,7 +115,7 @@ class LogPipes:
         return [pipe for source in self.sources.values() for pipe in source.pipes]
 
     def last_lines(self, name: str) -> tuple[str, ...]:
-        """Return the last lines of the log of ``rank <RANK>`` or ``torchrun``."""
+        """Return up to 20 last lines of the log of ``rank <RANK>`` or ``torchrun``."""
         key = self._key(name)
         return () if key is None else last_lines(self.sources[key].tail(), _LAST_LINES, _LINE_NCHARS)
 

@@ -46,16 +46,21 @@ class PartProcesses:
         return time.monotonic() + _LOOK_AGAIN_S if self._others.has_unwatched else math.inf
 
     def find(self) -> list[int]:
-        """Return those in the control group, or below this process."""
+        """Return pids of the processes in the control group, or below this process."""
         if self._cgroup is not None:
             return cgroups.members(self._cgroup)
         return [pid for pid in descendants(os.getpid()) if pid != self._pump()]
 
     def find_with_sidecars(self) -> set[int]:
+        """Return the pids of all processes of the part, without the log pump.
+
+        Includes sidecars (helper processes of ranks), which the node's forkserver
+        starts.
+        """
         return {*self.find(), *(() if self._cgroup is not None else marked(self._nonce))} - {self._pump()}
 
     def reap(self) -> Iterator[tuple[int, int]]:
-        """Reap all ended children; yield pid and exit code of each."""
+        """Reap all ended children; yield pid and exit code of each. Never waits."""
         try:
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 yield found[0], os.waitstatus_to_exitcode(found[1])
@@ -65,11 +70,17 @@ class PartProcesses:
             self._childless = False
 
     def end(self) -> None:
-        """SIGTERM to all, before a peer's death makes them fail."""
+        """Send SIGTERM to all processes below this one but the log pump.
+
+        All of them, before the death of one makes the others fail.
+        """
         signal_own(signal.SIGTERM, but=frozenset({self._pump()}))
 
     def kill(self, now: float) -> list[int]:
-        """SIGKILL to all, resource trackers last. Return those that were there."""
+        """Send SIGKILL to all processes of the part, resource trackers last.
+
+        :return: pids of the processes that were there.
+        """
         self._killing_since = self._killing_since or time.time()
         spared = frozenset({self._pump()}) | self._grace.spared(self.find(), now)
         if self._cgroup is not None:
@@ -80,26 +91,36 @@ class PartProcesses:
         return left
 
     def describe_remains(self, left: list[int]) -> Remains:
-        """Return these processes, which SIGKILL has not ended yet, with their names."""
+        """Return processes that SIGKILL has not ended yet, with their commands.
+
+        :param left: their pids; the first 16 are described.
+        """
         named = tuple((pid, command_line(pid)) for pid in left[:_MAX_REMAINS])
         return Remains(since=self._killing_since, processes=named)
 
     def are_gone(self) -> bool:
-        """Return True if the last one is gone; else wake the loop when one ends.
+        """Return True if no process of the part is left but the log pump.
 
-        For a sweep, in which none starts.
+        Else wake the loop when one of them ends. For a sweep, in which none starts.
         """
         return self._only_pump_is_child() and self._others.watch_all(self._find_sidecars)
 
     def _find_sidecars(self) -> set[int]:
-        """Return those that are not below this process."""
+        """Return pids of processes of the part that may not be below this one.
+
+        Those are sidecars: the node's forkserver starts them.
+        """
         inside = cgroups.members(self._cgroup) if self._cgroup is not None else ()
         return {*inside, *marked(self._nonce)} - {self._pump()}
 
     def _only_pump_is_child(self) -> bool:
+        """Return True if this process has no child but the log pump."""
         return self._childless or set(own_children()) <= {self._pump()}
 
     def leave_group(self, *, run: bool) -> None:
-        """Remove the control group; ``run``: that of the whole run, too, if empty."""
+        """Remove the part's control group.
+
+        :param run: also remove that of the whole run, if it is empty.
+        """
         if self._cgroup is not None:
             cgroups.leave(self._cgroup, run=run)

@@ -67,8 +67,10 @@ class Phases(StateMachine[Phase, Input, Action]):
         self._name_at = 0.0
 
     def enter_phase(self, event: Input, at: float, timeout_s: float = SWEEP_GRACE_S) -> tuple[Action, ...]:
-        """Enter the next phase; return the actions, in order.
+        """Enter the next phase; return the actions that the caller must carry out.
 
+        :param event: the input, an event of the table.
+        :param at: its time. A stop sets the time of SIGKILL, or makes it earlier.
         :param timeout_s: time from SIGTERM to SIGKILL.
         """
         actions = self.step(event)
@@ -77,7 +79,10 @@ class Phases(StateMachine[Phase, Input, Action]):
         return actions
 
     def record_kill(self, at: float) -> bool:
-        """Record a SIGKILL to all; return True if it is time to report survivors."""
+        """Record a SIGKILL to all, and set when it is repeated.
+
+        Return True if it is time to report the processes that are still there.
+        """
         if self._killing_since is None:
             self._killing_since, self._name_at = at, at + REMAINS_INTERVAL_S
         steady = at - self._killing_since < _STEADY_S

@@ -70,7 +70,7 @@ class PumpWatcher:
 
     @property
     def over(self) -> bool:
-        """Return True if all output is logged, after :meth:`close`."""
+        """True if all output is logged, after :meth:`close`."""
         return self._life.state == "over"
 
     @property
@@ -79,7 +79,7 @@ class PumpWatcher:
         return min(self._life.due, self._kill_at, self._drained_by, self.pipes.flush_at)
 
     def start(self) -> None:
-        """Fork a pump; schedule another try if the system refuses."""
+        """Fork a log pump; schedule another try if the system refuses."""
         now = time.monotonic()
         self._life.start(now)
         self._stuck = Patience(now, _LOOK_INTERVAL_S)
@@ -91,7 +91,7 @@ class PumpWatcher:
         except OSError as error:
             ours.close()
             theirs.close()
-            note(f"cannot start a log pump: {error}")
+            note(f"waiting with the output of the ranks: the process that writes their logs cannot be started: {error}")
             self._life.ended(now)
             return
         if pid == 0:
@@ -105,7 +105,10 @@ class PumpWatcher:
             self._ask()
 
     def _become_pump(self, control: socket.socket) -> NoReturn:
-        """Run the pump in this forked process, and exit."""
+        """Run the pump in this forked process until the output ends, and exit.
+
+        :param control: the pump's end of its message socket to the shim.
+        """
         code = 1
         try:
             _leave_the_shim(keep=[control.fileno(), *self.pipes.readers, *([] if self._tee is None else [self._tee])])
@@ -125,7 +128,10 @@ class PumpWatcher:
             os._exit(code)
 
     def ended(self, code: int) -> None:
-        """Handle the end of the pump: replace it, unless all output is logged."""
+        """Handle the end of the pump: replace it, unless all output is logged.
+
+        :param code: its exit code, or minus the signal that killed it.
+        """
         self.pid = 0
         if self._pidfd is not None:
             os.close(self._pidfd)
@@ -139,13 +145,13 @@ class PumpWatcher:
         if self.over:
             self._kill_at = math.inf
             return
-        note(f"replacing the log pump, which ended with {code}")
+        note(f"replacing the process that writes the logs of the ranks, which ended with {code}")
         self._replaces = True
         if self._life.on_time(now):
             self.start()
 
     def _take(self, message: Message) -> None:
-        """Handle a message of the pump."""
+        """Handle a message of the pump: lost lines, or all output being logged."""
         if message["type"] == "dropped":
             self._tell_dropped(read(LogLoss, message.get("loss")))
         # other numbers answer earlier requests
@@ -153,11 +159,14 @@ class PumpWatcher:
             self._drained()
 
     def kill_if_stuck(self, now: float) -> None:
-        """Kill a pump that does not read. To be called every second or two."""
+        """Kill a pump that left waiting bytes unread for 3 s; it is then replaced.
+
+        To be called every second or two.
+        """
         before, self._reads = self._reads, tuple(source.reads for source in self.pipes.sources.values())
         idle = self._reads == before and any(waiting_nbytes(pipe) for pipe in self.pipes.readers)
         if self._stuck.measure_duration(now, idle) >= STUCK_S and self._life.state == "up" and self._pidfd is not None:
-            note(f"killing the log pump, which has read nothing for {STUCK_S:g} s")
+            note(f"killing the process that writes the logs of the ranks, which has read nothing for {STUCK_S:g} s")
             self._life.give_up()
             send_signal(self._pidfd, signal.SIGKILL)
 
@@ -166,7 +175,7 @@ class PumpWatcher:
         if self._life.on_time(now):
             self.start()
         if now >= self._drained_by:
-            note(f"the log pump has not logged all output within {DRAIN_S:g} s")
+            note(f"no longer waiting for the last output of the ranks, not logged within {DRAIN_S:g} s")
             self._drained()
         if now >= self.pipes.flush_at:
             self.pipes.flush_lines(now)
@@ -175,24 +184,27 @@ class PumpWatcher:
             self._life.stop()
             unread = sum(waiting_nbytes(pipe) for pipe in self.pipes.readers)
             if unread:
-                note(f"dropping {unread} bytes that no log pump has read within {_CLOSE_S:g} s")
+                note(f"dropping the last {unread} bytes of output, not read within {_CLOSE_S:g} s")
             if self._pidfd is not None:
                 send_signal(self._pidfd, signal.SIGKILL)
 
     def drain(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once all output up to now is logged, or after ``DRAIN_S``."""
+        """Order the pump to log all output up to now. Does not wait.
+
+        :param then: called when that is done, or after ``DRAIN_S`` without an answer.
+        """
         self._on_drained = then
         self._drained_by = time.monotonic() + DRAIN_S
         self._ask()
 
     def _ask(self) -> None:
-        """Order the pump to log all output up to now."""
+        """Send the pump the order to log all output up to now, with a new number."""
         self._drains += 1
         if self._control is not None:
             self._control.send({"type": "drain", "number": self._drains})
 
     def _drained(self) -> None:
-        """End the drain: call its ``then``."""
+        """Call the ``then`` of :meth:`drain`, once."""
         then, self._on_drained, self._drained_by = self._on_drained, None, math.inf
         if then is not None:
             then()
@@ -212,7 +224,11 @@ class PumpWatcher:
 
 
 def _leave_the_shim(keep: list[int]) -> None:
-    """Close all inherited descriptors but these and stderr; reset signals; setsid."""
+    """Make this forked process independent of the shim.
+
+    Close all inherited descriptors but ``keep`` and the standard ones, reset the signal
+    handlers, and start a session.
+    """
     signal.set_wakeup_fd(-1)  # the pump's signals must not wake the shim
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

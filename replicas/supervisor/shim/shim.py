@@ -65,7 +65,14 @@ class Shim:
     """The shim's loop: own a part's processes. ``run`` returns when none is left."""
 
     def __init__(self, control: socket.socket, parent_fd: int, spec: PartSpec, tee: int | None) -> None:
-        """:param parent_fd: pidfd of the agent. :raises OSError: no descriptor left."""
+        """Take over the descriptors, and handle signals; start no process yet.
+
+        :param control: socket to the agent.
+        :param parent_fd: pidfd of the agent.
+        :param tee: descriptor of the supervisor's stderr; None if lines are not shown
+            there.
+        :raises OSError: no descriptor is left.
+        """
         self.spec = spec
         self._parent_fd = parent_fd
         self._selector = selectors.DefaultSelector()
@@ -94,6 +101,10 @@ class Shim:
         self._selector.register(parent_fd, selectors.EVENT_READ, self._on_agent_gone)
 
     def run(self) -> int:
+        """Start the part's processes, and serve until none is left. Blocks.
+
+        Return the exit code of the shim, 0.
+        """
         self._start()
         while self._phases.now != "over":
             for key, _ in self._selector.select(self._timeout()):
@@ -113,12 +124,12 @@ class Shim:
     # ------------------------------------------------------------ inputs
 
     def _on_control(self) -> None:
-        """Handle the agent's next message, or the end of its connection."""
+        """Handle the agent's next message; stop the part if the connection ended."""
         if not self._agent.read():
             self._on_agent_gone()
 
     def _obey(self, message: orders.Message) -> None:
-        """Carry out an order of the agent. Raises Malformed."""
+        """Carry out an order of the agent. Raise Malformed for an invalid one."""
         if message["type"] == "stop":
             with orders.reading("stop"):
                 timeout_s = float(message["timeout_s"])
@@ -147,7 +158,13 @@ class Shim:
             raise orders.Malformed(f"unknown order {message['type'][:80]!r}")
 
     def _take_from_launcher(self, message: orders.Message) -> None:
-        """Take a message of torchrun's launcher: its report or rendezvous."""
+        """Keep the exit report of torchrun's launcher, or send its address on.
+
+        That address (rendezvous), at which the parts of the replica meet, goes to the
+        agent.
+
+        :raises Malformed: the message is not valid.
+        """
         if message["type"] == "report":
             self._report = orders.read(ExitReport, message.get("report"))
         else:
@@ -155,7 +172,7 @@ class Shim:
                 self._teller.update(rendezvous=(str(message["host"]), int(message["port"])))
 
     def _on_signal(self) -> None:
-        """Read the numbers of signals; stop the part for any but SIGCHLD."""
+        """Read the numbers of arrived signals; stop the part for any but SIGCHLD."""
         with contextlib.suppress(BlockingIOError):
             received = os.read(self._wake, 512)
             if any(signum != signal.SIGCHLD for signum in received):
@@ -173,7 +190,7 @@ class Shim:
     # ------------------------------------------------------------ processes
 
     def _start(self) -> None:
-        """Start the log pump and the main process; report a failure."""
+        """Start the log pump and the main process; report a failure to the agent."""
         try:
             self._logs.start()
             if self.spec.launcher == "torchrun":
@@ -208,7 +225,14 @@ class Shim:
     # ------------------------------------------------------------ ending
 
     def _stop(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """Send SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: save first."""
+        """Stop the part: SIGTERM to the main process now, SIGKILL to all later.
+
+        A later call can only make the SIGKILL earlier. Does not wait.
+
+        :param timeout_s: from SIGTERM to SIGKILL; torchrun gets 0.5 s more to forward
+            it.
+        :param stacks: save the stacks of the ranks first, which delays SIGTERM.
+        """
         if stacks and self._phases.now == "running":
             self._stacks.ask(self._main, time.monotonic(), then=lambda: self._stop(timeout_s))
             return
@@ -218,7 +242,11 @@ class Shim:
         self._apply_event("stop", timeout_s + relay_s)
 
     def _apply_event(self, event: Input, timeout_s: float = SWEEP_GRACE_S) -> None:
-        """Step the phases by an event, and carry out the resulting actions."""
+        """Step the phases by an event, and carry out the resulting actions.
+
+        :param event: for example ``stop`` or ``main_ended``.
+        :param timeout_s: for a stop, the time from SIGTERM to SIGKILL.
+        """
         for action in self._phases.enter_phase(event, time.monotonic(), timeout_s):
             match action:
                 case "take_inventory":
@@ -236,7 +264,10 @@ class Shim:
                     self._logs.close()
 
     def _report_end(self, *, stopping: bool) -> None:
-        """Send how the main process ended, once its last lines are in the log."""
+        """Send the agent the exit report, once the last lines are in the log.
+
+        :param stopping: the end of the main process was ordered.
+        """
         assert self._main is not None
         report = exit_report(
             self.spec,
@@ -251,13 +282,16 @@ class Shim:
         self._teller.update(report=report._replace(cut_s=self._cut_s))
 
     def _on_time(self, now: float) -> None:
-        """Do what is due: end, dump stacks, take the inventory, or kill."""
+        """Do what is due: end, dump stacks, take the inventory, or kill.
+
+        Called after each wake of the loop, with the monotonic time.
+        """
         if self._lease.has_expired(now):
-            note("ending: the agent was silent for too long")
+            note("ending the ranks: the agent of this node has sent nothing for too long")
             self._stop(ORPHAN_GRACE_S)
         if self._stopped is not None and self._main is not None and self._stopped.is_stuck(now):
             self._stopped = None
-            self._broken = f"torchrun of node {self.spec.node} was stopped when a rank died, and did not see it"
+            self._broken = f"torchrun on node {self.spec.node} was frozen when a rank died, and has not noticed"
             self._main.signal(signal.SIGKILL)
         self._logs.on_time(now)
         self._stacks.on_time(now)
@@ -283,7 +317,10 @@ class Shim:
 
 
 def _wakeup_fd() -> int:
-    """Return a descriptor on which each handled signal writes its number, a byte."""
+    """Handle SIGCHLD, SIGTERM, SIGINT and SIGHUP; return a descriptor to poll.
+
+    Each of these signals writes its number there, as a byte.
+    """
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -292,11 +329,18 @@ def _wakeup_fd() -> int:
 
 
 def _not_started(error: Exception) -> ExitReport:
+    """Return the exit report of a part that could not be started."""
     return ExitReport("failed", text=f"cannot be started: {error}")
 
 
 def _first_order(control: socket.socket, parent_fd: int) -> PartSpec | None:
-    """Wait for the spec; return None if the agent ends before it sends one."""
+    """Wait for the spec; return None if the agent ends before it sends one.
+
+    :param control: socket to the agent.
+    :param parent_fd: pidfd of the agent.
+    :raises Malformed: the order is not valid.
+    :raises OtherOrders: the agent is of another release.
+    """
     awaited = select.poll()
     for source in (control, parent_fd):
         awaited.register(source, select.POLLIN)

@@ -23,18 +23,24 @@ from replicas.supervisor.wire.orders import PartSpec, plain
 
 
 def start_program(spec: PartSpec, pipes: LogPipes) -> Child:
-    """Start the program behind a guard, and return its process. Raises OSError."""
+    """Start the user's program, and return its process.
+
+    A guard runs first in the process: code of ours that sets it up and execs the
+    program. The process leads a session, and writes into the pipes of rank 0.
+
+    :raises OSError: the system refuses.
+    """
     env = {**spec.env, GUARD: where(guard_orders(spec, direct=True))}
     streams = pipes.streams("rank 0")
     return _spawn(guard_command(), streams, stdin=subprocess.DEVNULL, start_new_session=True, env=env)
 
 
 def start_launcher(spec: PartSpec, pipes: LogPipes, scratch: Path) -> tuple[Child, socket.socket]:
-    """Start torchrun's launcher, in the part's control group.
+    """Start torchrun's launcher in the part's control group, and send it the spec.
 
-    Return it, and this end of its control socket.
-
+    :param pipes: the launcher writes into that of ``torchrun``.
     :param scratch: folder in which torchrun may write (:func:`make_scratch_folder`).
+    :return: its process, and this end of its control socket.
     :raises OSError: the system refuses.
     """
     ours, theirs = orders.pair()
@@ -51,19 +57,27 @@ def start_launcher(spec: PartSpec, pipes: LogPipes, scratch: Path) -> tuple[Chil
 
 @naming_limits()
 def _spawn(command: list[str], streams: tuple[int, int], **options: Any) -> Child:
-    """Start a process that writes to these descriptors."""
+    """Start a process with these descriptors as stdout and stderr.
+
+    :param options: further arguments of Popen.
+    """
     return Child(subprocess.Popen(command, stdout=streams[0], stderr=streams[1], **options))
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
-    """Return a command to exec; ``x.py`` and ``-m module`` use this Python."""
+    """Return the command to exec for a command of the config.
+
+    This Python runs ``x.py`` and ``-m module``, with unbuffered output.
+    """
     if command[0] == "-m" or command[0].endswith(".py"):
         return [interpreter(), "-u", *command]
     return list(command)
 
 
 def guard_orders(spec: PartSpec, *, direct: bool) -> int:
-    """Return a memfd with the orders for guards that this process starts.
+    """Write the orders for guards into a new memfd, and return its descriptor.
+
+    A guard sets up a rank's process (log, control group) before its program is exec'ed.
 
     :param direct: True if this process is the shim, False if it is torchrun.
     """
@@ -82,12 +96,15 @@ def guard_orders(spec: PartSpec, *, direct: bool) -> int:
 
 
 def where(guard_orders: int) -> str:
-    """Return the value of the variable :data:`GUARD` for these orders."""
+    """Return the value of the variable :data:`GUARD`, by which guards find orders.
+
+    :param guard_orders: descriptor of this process, from :func:`guard_orders`.
+    """
     return f"{os.getpid()} {guard_orders}"
 
 
 def make_scratch_folder(spec: PartSpec) -> Path:
-    """Make a folder for torchrun's error files: beside the logs, or in /tmp."""
+    """Make and return a folder for torchrun's files: by the logs, or in /tmp."""
     folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
     try:
         private.make_folder(folder)

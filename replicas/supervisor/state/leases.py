@@ -87,7 +87,7 @@ class Leases:
     def load(self) -> None:
         """Read the file into the attributes; note whether it is missing or damaged.
 
-        :meth:`write_starts` or :meth:`raise_floor` must follow.
+        The caller must then call :meth:`write_starts` or :meth:`raise_floor`.
         """
         try:
             lines = private.read(self.path).splitlines()
@@ -96,19 +96,27 @@ class Leases:
             pass
         except (OSError, IndexError, *MALFORMED) as error:
             self.damaged = True
-            log.error("cannot read the leases in %s: %s", self.path, error)
+            log.error("waiting before starts: cannot read the leases in %s: %s", self.path, error)
         else:
             self.found = True
             self.starts, self._generations, self.floor = numbers.starts, numbers.generations, numbers.floor
             self.records = tuple(_lease(line) for line in lines[1:])
 
     def write(self, records: Sequence[Lease]) -> None:
-        """Replace the leases, on disk first. After an OSError, the old ones hold."""
+        """Replace the leases, on disk first. Blocks for a sync if they differ.
+
+        :raises OSError: writing failed, and the old leases hold.
+        """
         if tuple(records) != self.records:
             self._write(records)
 
     def _write(self, records: Iterable[Lease], *, generations: int | None = None, floor: int | None = None) -> None:
-        """Replace the file; None keeps a number. An OSError leaves all as before."""
+        """Replace the file and sync it, then the attributes.
+
+        :param generations: highest number that a generation may have; None keeps it.
+        :param floor: number above which new generations are numbered; None keeps it.
+        :raises OSError: all is as before.
+        """
         new = tuple(records)
         numbers = self._generations if generations is None else generations
         lowest = self.floor if floor is None else floor
@@ -119,7 +127,9 @@ class Leases:
     def raise_floor(self, records: Iterable[Lease], *, used: int = 0) -> None:
         """Set the floor above all numbers of generations that may have been used.
 
-        :param records: leases that may still hold.
+        New generations are numbered above it. Writes the file, with a sync.
+
+        :param records: leases that may still hold; they replace those in the file.
         :param used: the highest number in the state, if the file has no numbers.
         :raises OSError: the file cannot be written.
         """
@@ -127,19 +137,27 @@ class Leases:
         self._write(records, floor=max(self.floor, self._generations, unread))
 
     def reserve_generation(self, generation: int) -> None:
-        """Write that this number may be used, before it is. Raises OSError."""
+        """Write that this number of a generation may be used, before it is.
+
+        Raises the number in the file in steps, so that few calls write.
+
+        :raises OSError: writing failed.
+        """
         if generation > self._generations:
             self._write(self.records, generations=generation + _STEP - 1)
 
     def write_starts(self) -> None:
-        """Write the number of starts. Raises OSError."""
+        """Write :attr:`starts`, the number of started generations, without a sync.
+
+        :raises OSError: writing failed.
+        """
         try:
             private.overwrite(self.path, f"{self.starts:{_WIDTH}}".encode(), _AT)
         except FileNotFoundError:  # the run is new, or the file was removed by hand
             self._write(self.records)
 
     def remove(self) -> None:
-        """Remove the file, and a half-written new one."""
+        """Remove the file of leases, and a half-written new one."""
         private.remove(self.path)
         private.remove(self.path.with_name(f"{self.path.name}.new"))
 

@@ -40,9 +40,11 @@ from replicas.telemetry.events import How, LeftoverFound
 def find(
     saved: Saved | None, identity: str, *, spare: Collection[int] = (), kept: Collection[str] = ()
 ) -> list[LeftoverFound]:
-    """Return the living processes of a dead supervisor's run, ``swept`` False in each.
+    """Return the living processes of a dead supervisor's run; kill none.
 
-    :param saved: the state that it left, if there is one.
+    ``swept`` is False in each. Reads all of ``/proc``.
+
+    :param saved: the state that the supervisor left, if there is one.
     :param identity: the id of its state folder; may be empty.
     :param spare: processes that this one has started; they inherit its environment.
     :param kept: marks of shims to spare, with all processes under them.
@@ -87,13 +89,16 @@ def sweep(
     spare: Collection[int] = (),
     kept: Collection[str] = (),
 ) -> list[LeftoverFound]:
-    """Kill all processes that :func:`find` returns, and return them. Blocks.
+    """SIGKILL all processes that :func:`find` returns, and return them. Blocks.
 
-    ``swept`` is True for those that are gone within ``timeout_s``.
+    Also remove the control groups of the state's shims.
+
+    :param timeout_s: how long to kill; ``swept`` is True for those that are gone then.
     """
     seen: dict[tuple[int, int], LeftoverFound] = {}
 
     def look() -> dict[int, int]:
+        """Find the leftovers that live now, and remember them for the result."""
         found = find(saved, identity, spare=spare, kept=kept)
         for one in found:
             seen.setdefault((one.pid, one.start_time), one)
@@ -112,7 +117,12 @@ def sweep(
 
 
 def lock_holders(lock: Path) -> list[int]:
-    """Return the other processes that hold the lock, by ``/proc/<pid>/fdinfo``."""
+    """Return the other processes that hold a flock on this file.
+
+    Found by ``/proc/<pid>/fdinfo``, so only visible ones.
+
+    :raises OSError: the file cannot be examined.
+    """
     there = lock.stat()
     return [pid for pid in processes() if pid != os.getpid() and _holds(pid, there)]
 
@@ -121,7 +131,10 @@ _Candidate = tuple[int, How, ShimRecord | None]
 
 
 def _by_record(saved: Saved) -> Iterator[_Candidate]:
-    """Yield living processes of the records, and their descendants."""
+    """Yield living processes of the state's records, and their descendants.
+
+    Each is a pid, the way it was found, and the record of its shim or None.
+    """
     for process, record in [*((one.process, one) for one in saved.shims), *((one, None) for one in saved.helpers)]:
         if process is not None and process.alive():
             for pid in (process.pid, *descendants(process.pid)):
@@ -129,7 +142,7 @@ def _by_record(saved: Saved) -> Iterator[_Candidate]:
 
 
 def _by_group(saved: Saved) -> Iterator[_Candidate]:
-    """Yield the processes in the control groups of the records."""
+    """Yield the processes in the control groups of the records of shims."""
     for record in saved.shims:
         if record.cgroup:
             for pid in cgroups.members(Path(record.cgroup)):
@@ -141,9 +154,11 @@ def _by_environment(
 ) -> Iterator[_Candidate]:
     """Yield processes of a recorded shim, or of another shim of this state folder.
 
-    A mark is the environment variable by which processes are known to be a shim's.
+    They are found by variables in their environment: a shim's mark and the folder's id.
     Other shims are skipped while their supervisor lives.
 
+    :param records: those of the state, by mark.
+    :param identity: the id of the state folder; "" finds only the recorded ones.
     :param but: marks to skip.
     """
     entry, mark = f"{environ.STATE_ID}={identity}".encode(), f"{MARK}=".encode()
@@ -163,7 +178,10 @@ def _by_environment(
 
 
 def _words(pid: int, file: str) -> list[bytes]:
-    """Return the words of ``environ`` or ``cmdline``, none if they are unreadable."""
+    """Return the words of a process's file ``environ`` or ``cmdline`` in ``/proc``.
+
+    An empty list if the file cannot be read.
+    """
     try:
         return Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")
     except OSError:
@@ -171,12 +189,15 @@ def _words(pid: int, file: str) -> list[bytes]:
 
 
 def is_orphan(pid: int) -> bool:
-    """Return True for a shim whose starter (supervisor or agent) is dead."""
+    """Return True if this is a shim whose starter (supervisor or agent) is dead."""
     return _starter_lives(pid) is False
 
 
 def _starter_lives(pid: int) -> bool | None:
-    """Return whether this shim's starter lives, or None if it is not a shim."""
+    """Return True if this shim's starter (supervisor or agent) lives, else False.
+
+    Return None if the process is not a shim.
+    """
     words = _words(pid, "cmdline")
     if SHIM.encode() not in words or b"--parent" not in words[:-1]:
         return None
@@ -185,7 +206,10 @@ def _starter_lives(pid: int) -> bool | None:
 
 
 def _holds(pid: int, lock: os.stat_result) -> bool:
-    """Return True if the process holds a lock on this file."""
+    """Return True if the process holds a lock on the file with this stat result.
+
+    False also if that cannot be known: the process has ended, or is another user's.
+    """
     try:
         descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
     except OSError:

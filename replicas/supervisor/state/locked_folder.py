@@ -60,13 +60,13 @@ class LockedFolder:
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:
-        """Context manager: an OSError in it becomes a UsageError with a remedy."""
+        """Turn an OSError of the block into a UsageError that names a remedy."""
         try:
             yield
         except OSError as error:
             inside = f": {error.filename}" if error.filename not in (None, str(self.path)) else ""
             text = f"cannot use the state folder {self.path}: {error.strerror or error}{inside}"
-            mend = error.hint if isinstance(error, private.NotPrivate) else "correct that"
+            mend = error.hint if isinstance(error, private.NotPrivate) else "make that possible"
             raise errors.UsageError(text, hint=f"{mend}, or {self.elsewhere}") from error
 
     def _lock_folder(self) -> None:
@@ -85,7 +85,12 @@ class LockedFolder:
         self._lock = lock
 
     def _wait_for(self, lock: int) -> None:
-        """Wait until this descriptor has the lock; kill a dead owner's processes."""
+        """Wait until this descriptor has the lock; kill a dead owner's processes.
+
+        Looks every 50 ms, in the thread of the caller.
+
+        :raises replicas.errors.ReplicasError: as :meth:`_lock_folder`.
+        """
         settled_at = time.monotonic() + SETTLE_S
         while not locks.hold_exclusive(lock):
             owner, late_s = Owner.of(lock), time.monotonic() - settled_at
@@ -96,21 +101,33 @@ class LockedFolder:
             if late_s > 0:
                 self._free(lock)
             if self.given_up.wait(_LOOK_INTERVAL_S):  # the kernel does not announce the end of a flock
-                raise errors.WorldError(f"the start in {self.path} was given up")
+                raise errors.WorldError(f"the start of the run in {self.path} was cancelled")
 
     def _free(self, lock: int) -> None:
-        """Kill a dead owner's processes that hold the lock. Called repeatedly."""
+        """Kill processes that hold the lock, if their owner is certainly dead.
+
+        Called repeatedly while the lock is held, from :data:`SETTLE_S` on.
+
+        :param lock: this process's descriptor of the lock file.
+        """
         raise NotImplementedError
 
     def _taken(self, owner: Owner) -> errors.ReplicasError:
-        """Return the error for a folder that a living process has locked."""
+        """Return the error for a folder that a living process has locked.
+
+        :param owner: the process that the lock file names.
+        """
         raise NotImplementedError
 
     def _not_dying(self, owner: Owner, holders: list[int]) -> errors.ReplicasError:
-        """Return the error for a dead owner's processes that survive SIGKILL."""
+        """Return the error for a dead owner's processes that survive SIGKILL.
+
+        :param holders: pids of those that still hold the lock.
+        """
         raise NotImplementedError
 
     def _unlock(self) -> None:
+        """Close the descriptor of the lock, if it is open; shims may hold theirs."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
@@ -129,7 +146,10 @@ def identity_of(folder: Path) -> str:
 
 
 def give_identity(folder: Path) -> str:
-    """Return the id of this state folder, made if missing. The caller has its lock."""
+    """Return the id of this state folder; make and write one if it has none.
+
+    The caller has the folder's lock.
+    """
     found = identity_of(folder)
     if not found:
         found = secrets.token_hex(16)
@@ -156,7 +176,10 @@ class Owner(NamedTuple):
 
     @classmethod
     def of(cls, lock: int) -> Owner:
-        """Read the owner from the lock file, an unknown one if the file names none."""
+        """Read the owner from the lock file; an unknown owner if no process is named.
+
+        :param lock: descriptor of the lock file.
+        """
         words = os.pread(lock, 512, 0).decode(errors="replace").split()
         if len(words) not in (2, 4) or not all(word.isdigit() for word in words[:2]):
             return cls()
@@ -168,10 +191,10 @@ class Owner(NamedTuple):
 
     @property
     def elsewhere(self) -> bool:
-        """Return True if the owner is on another machine or pid namespace."""
+        """True if the owner is on another machine, or in another pid namespace."""
         return bool(self.machine) and self.machine != machine()
 
     @property
     def alive(self) -> bool:
-        """Return True if the owner lives, as far as this machine can see."""
+        """True if the owner lives; False if it is dead, unknown, or elsewhere."""
         return bool(self.start) and not self.elsewhere and start_time(int(self.pid)) == int(self.start)

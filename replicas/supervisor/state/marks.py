@@ -19,10 +19,11 @@ from replicas.supervisor.state.run_state import ShimRecord
 
 
 def check_mark(hello: Hello, shims: Iterable[ShimRecord] | None) -> None:
-    """Check that the member runs under one of these shims, of its own generation.
+    """Check that a joining member proves the mark of one of these shims.
 
-    :param shims: None: its group has no such replica.
-    :raises replicas.errors.Fenced: it does not.
+    :param hello: the first message of the member, with its proof.
+    :param shims: those of its replica; None if its group has no such replica.
+    :raises replicas.errors.Fenced: no shim of the member's generation has that mark.
     """
     own, name = (hello.group, hello.replica, hello.generation), hello.member.name
     known = [one.nonce for one in shims or () if (one.group, one.replica, one.generation) == own]
@@ -30,13 +31,13 @@ def check_mark(hello: Hello, shims: Iterable[ShimRecord] | None) -> None:
     if any(hmac.compare_digest(proof_of(one, hello.incarnation).encode(), shown) for one in known):
         return
     if hello.proof and shims is None:
-        text = f"{name}: group {hello.group} has no replica {hello.replica}"
+        text = f"{name} cannot join: group {hello.group} has no replica {hello.replica}"
         hint = f"join without `replica`, as {REPLICA} has it; replicas scale {hello.group} N starts more"
     elif hello.proof:
-        text = f"{name}: its generation {hello.generation} is over, or was not started by this run's supervisor"
+        text = f"{name} cannot join: its generation {hello.generation} is over, or this run's supervisor has not started it"
         hint = "end this process: the supervisor starts the replica itself"
     else:
-        text = f"{name} is started by the supervisor, and this process shows no mark of it: {MARK} is not set"
+        text = f"{name} cannot join: {MARK} is not set, as in processes that the supervisor starts"
         hint = (
             "pass the environment of the command on to the program that joins; "
             f'or set launcher = "external" for group {hello.group}, if others start it'

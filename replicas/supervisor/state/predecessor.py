@@ -44,6 +44,10 @@ class Predecessor(NamedTuple):
 def find_predecessor(saved: Saved | None, leases: Leases, *, crashed: bool, longest_s: float) -> Predecessor:
     """Return the agents, shims and leases of an earlier supervisor.
 
+    Reads only ``/proc``, to see which processes live; changes nothing.
+
+    :param saved: the state that the earlier supervisor left, if any.
+    :param leases: the file of leases, loaded.
     :param crashed: True if an earlier supervisor has not ended in order.
     :param longest_s: the config's longest lease, used for unknown leases; 0 if the
         config has no leases.
@@ -69,27 +73,41 @@ def find_predecessor(saved: Saved | None, leases: Leases, *, crashed: bool, long
 
 
 def _is_newest(saved: Saved, leases: Leases) -> bool:
-    """Return True if no later state of the run can have been lost."""
+    """Return True if this state is certainly the last that was written.
+
+    It is not, for example, if a crash of the machine lost a later one.
+    """
     if not leases.found:  # an earlier release writes no leases
         return not leases.damaged and not saved.starts
     return saved.starts >= leases.starts and saved.machine.partition("/")[0] == boot_id()
 
 
 def _is_here(scope: str) -> bool:
-    """Return True if pids of this scope are valid for this process."""
+    """Return True if pids of this scope are valid for this process.
+
+    :param scope: a boot id and pid namespace, from :func:`machine`.
+    """
     return scope == machine()
 
 
 def _lives(process: ProcessRecord | None) -> bool:
+    """Return True if this is a record of a process that is alive here."""
     return process is not None and process.alive()
 
 
 def _is_swept(lease: Lease) -> bool:
-    """Return True if the sweep at the start ends all processes under this lease."""
+    """Return True if no process can be left under this lease after the start.
+
+    The agent was on this machine and is dead, so its processes are killed at the start.
+    """
     return lease.local and _is_here(lease.scope) and not _lives(lease.process)
 
 
 def _with_lease(agent: AgentRecord, leases: Sequence[Lease], unnoted_s: float) -> AgentRecord:
-    """Return the agent with its longest lease (``unnoted_s``: if local without one)."""
+    """Return the record of an agent with its longest lease, in seconds.
+
+    :param leases: those that may still hold, of all agents.
+    :param unnoted_s: the lease of a local agent for which none is noted.
+    """
     granted = [one.lease_s for one in leases if one.node == agent.node]
     return replace(agent, lease_s=max(granted, default=unnoted_s if agent.local else agent.lease_s))

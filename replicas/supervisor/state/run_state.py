@@ -73,7 +73,7 @@ class ShimRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> Share:
-        """The share of its node that the shim holds."""
+        """The share (GPUs, memory) of its node that the shim's processes hold."""
         return Share(group=self.group, node=self.agent, gpus=self.gpus, memory_nbytes=self.memory_nbytes)
 
 
@@ -186,17 +186,17 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     starts: int = 0
 
     def of_this_machine(self) -> bool:
-        """Return True if its process records are valid on this machine."""
+        """Return True if its process records are valid: same boot and namespace."""
         return self.machine == machine()
 
     @property
     def generations(self) -> int:
-        """Return the highest number of a generation."""
+        """The highest number of a generation of any replica; 0 if there is none."""
         return max((one.generation for group in self.groups.values() for one in group.replicas.values()), default=0)
 
     @property
     def agent(self) -> ProcessRecord | None:
-        """Return the agent of this machine, if it still lives."""
+        """The process of this machine's agent, or None if it does not live."""
         records = [one.process for one in self.agents if one.local and one.scope == machine()]
         return next((one for one in records if one is not None and one.alive()), None)
 
@@ -216,18 +216,24 @@ class RunState:
 
     @property
     def problem(self) -> Reason | None:
-        """Return why the last write failed, or None."""
+        """Why the last write failed, for people, or None if it worked."""
         return f"{self.path}: {self._problem}" if self._problem else None
 
     def peek(self) -> Saved | None:
-        """Read the state without the run's lock; return None if it is not valid."""
+        """Read the state without the run's lock; return None if it is not valid.
+
+        Changes nothing, unlike :meth:`load`.
+        """
         try:
             return decode(private.read(self.path))
         except (OSError, ValueError):
             return None
 
     def load(self) -> Saved | None:
-        """Return a dead supervisor's state, if there is one; set a bad file aside."""
+        """Return the state that a dead supervisor left, or None.
+
+        A file that is not valid is renamed, logged, and noted in :attr:`set_aside`.
+        """
         try:
             return decode(private.read(self.path))
         except FileNotFoundError:
@@ -241,28 +247,37 @@ class RunState:
         return None
 
     def save(self, saved: Saved, *, sync: bool = False) -> bool:
-        """Save the state. Return False if writing fails; the run continues."""
+        """Replace the state file. Return False if writing fails; the run continues.
+
+        A failure is logged, once for each reason, and kept as :attr:`problem`. Blocks.
+
+        :param sync: also sync the disk, so that the state survives a crash of the
+            machine.
+        """
         try:
             private.replace(self.path, msgspec.json.encode(saved), sync=sync)
         except OSError as error:
             words = error.strerror or str(error)
             if words != self._problem:
                 self._problem = words
-                log.error("starting no replica until the state can be written to %s: %s", self.path, words)
+                log.error("starting no replica until the run's state can be written to %s: %s", self.path, words)
             return False
         if self._problem:
-            log.warning("the state is written to %s again", self.path)
+            log.warning("starting replicas again: the run's state can be written to %s", self.path)
         self._problem = ""
         return True
 
     def remove(self) -> None:
-        """Remove the file, and a half-written new one."""
+        """Remove the state file, and a half-written new one."""
         private.remove(self.path)
         private.remove(self.path.with_name(f"{self.path.name}.new"))
 
 
 def decode(data: bytes) -> Saved:
-    """Decode a state. :raises ValueError: it is not a state of this schema."""
+    """Decode the content of a state file.
+
+    :raises ValueError: it is not a state of this schema.
+    """
     try:
         schema = msgspec.json.decode(data, type=_Head).schema
     except MALFORMED as error:
@@ -281,12 +296,13 @@ def machine() -> str:
 
 
 def this_process() -> ProcessRecord:
+    """Return the record (pid and start time) of this process."""
     found = process_record(os.getpid())
     assert found is not None
     return found
 
 
 def process_record(pid: int) -> ProcessRecord | None:
-    """Return the record of a process, or None if the process is gone."""
+    """Return pid and start time of a process, or None if it is gone."""
     started = start_time(pid)
     return None if started is None else ProcessRecord(pid, started)

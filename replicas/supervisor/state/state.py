@@ -58,7 +58,7 @@ log = Log("replicas.supervisor")
 class AlreadySupervised(errors.UsageError):
     """Another supervisor has locked this run."""
 
-    default_hint = "stop that one, or give this run another name"
+    default_hint = "stop that supervisor, or give this run another name"
 
 
 class StateDir(LockedFolder):
@@ -100,7 +100,7 @@ class StateDir(LockedFolder):
         self._swept = False
 
     def acquire(self) -> None:
-        """Lock the run, and read a dead supervisor's state.
+        """Lock the run, and read a dead supervisor's state into the attributes.
 
         Its living processes stay until :meth:`sweep`, except those that hold the lock.
         Blocks up to about 15 s, while shims of a dead supervisor clean up.
@@ -120,12 +120,21 @@ class StateDir(LockedFolder):
                 stack.pop_all()
 
     def check(self) -> None:
-        """Raise the UsageError of :meth:`acquire` for this folder; create nothing."""
+        """Raise UsageError if :meth:`acquire` could not use the folder; change nothing.
+
+        Does not look whether the folder is locked.
+        """
         with self._usable():
             private.check_folder(self.path, once_ours="lock")
 
     def _open_state(self, lock: int) -> None:
-        """Read a dead supervisor's state, and prepare the folder for this process."""
+        """Read a dead supervisor's state, and prepare the folder for this process.
+
+        Write this process into the lock file, find the agents and leases to wait for,
+        restore the token, and move the logs of the previous run away. Kill no process.
+
+        :param lock: descriptor of the lock file, locked.
+        """
         crashed = bool(Owner.of(lock).start)
         self.leases.load()
         os.ftruncate(lock, 0)
@@ -165,8 +174,10 @@ class StateDir(LockedFolder):
     def sweep(self, spare: Collection[int] = (), kept: Collection[str] = ()) -> list[LeftoverFound]:
         """Kill a dead supervisor's processes, except ``spare``. Blocks up to 5 s.
 
-        To be called when the start cannot fail: a failed start kills no process.
+        To be called when the start cannot fail: a failed start kills no process. Return
+        the processes, with ``swept`` False for those that are still there.
 
+        :param spare: pids to leave alone.
         :param kept: marks of shims to keep, with their processes.
         """
         found = leftovers.sweep(self._left, self.identity, SWEEP_S, spare=spare, kept=kept)
@@ -179,6 +190,8 @@ class StateDir(LockedFolder):
 
         Another supervisor may lock the folder at any moment: the state counts only if
         its writer is dead.
+
+        :param lock: unused here.
         """
         saved = None if self._swept else self.run_state.peek()
         self._swept = True
@@ -194,7 +207,7 @@ class StateDir(LockedFolder):
         return AlreadySupervised(
             f'run "{self.run}" is supervised by process {owner.pid} on host "{owner.host}", or processes of it '
             f"still run there ({lock} is shared with that host)",
-            hint="stop it there, or give this run another name or another run.state_dir",
+            hint="stop that supervisor there, or give this run another name or another run.state_dir",
         )
 
     def _not_dying(self, owner: Owner, holders: list[int]) -> AlreadySupervised:
@@ -207,7 +220,7 @@ class StateDir(LockedFolder):
 
     @property
     def resumed(self) -> bool:
-        """Return True if the run was under way, even if its state is bad or lost.
+        """True if this run was under way before, even if its state is bad or lost.
 
         A run that ended in order is not resumed, even if it left a lease.
         """
@@ -215,9 +228,11 @@ class StateDir(LockedFolder):
         return self.saved is not None or self.run_state.set_aside is not None or lost
 
     def open_events(self, max_nbytes: int) -> EventLog:
-        """Open the run's event log, after a dead supervisor's events.
+        """Open and return the run's event log, after a dead supervisor's events.
 
         Emit RunStarted, a state that was set aside, and leftovers.
+
+        :param max_nbytes: size at which the file of events is rotated.
         """
         saved = self.saved
         events = EventLog(
@@ -235,20 +250,31 @@ class StateDir(LockedFolder):
         return events
 
     def write(self, *, endpoint: str, tokens: Tokens, socket: Path | None = None) -> None:
-        """Write the tokens, and the addresses of control port and socket."""
+        """Write the files of tokens, and the addresses of control port and socket.
+
+        :param endpoint: ``host:port`` of the control port.
+        :param socket: path of the run's Unix socket.
+        :raises replicas.errors.WorldError: writing failed.
+        """
         where = {"endpoint": endpoint, "pid": os.getpid(), "run": self.run, "socket": str(socket or "")}
         with self._writing():
             self.tokens.write(tokens)
             private.replace(self.endpoint_file, msgspec.json.encode(where))
 
     def change_tokens(self, tokens: Tokens, role: Role, change: Callable[[Tokens], None]) -> None:
-        """Change the tokens of a role (:meth:`TokenFiles.change`)."""
+        """Apply ``change`` to the tokens: on disk first, and then in force.
+
+        :param tokens: the tokens in force, which are changed in place.
+        :param role: whose token changes.
+        :param change: changes a copy of the tokens.
+        :raises replicas.errors.WorldError: writing failed; no token has changed.
+        """
         with self._writing():
             self.tokens.change(tokens, role, change)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Context manager: raise WorldError with a hint for an OSError."""
+        """Turn an OSError of the block into a WorldError with a remedy."""
         try:
             yield
         except OSError as error:
@@ -258,11 +284,13 @@ class StateDir(LockedFolder):
             ) from error
 
     def release(self, *, ended: bool = False, left: tuple[Lease, ...] | None = None) -> None:
-        """Remove the token and the endpoint file, and release the lock.
+        """Remove the endpoint file, and the token if the run has ended; unlock.
 
-        :param ended: True if the run ended in order, and the next start is a new run.
-            Otherwise (it could not be started, or was preempted) the next supervisor
-            resumes from the state.
+        Does nothing if the folder is not locked.
+
+        :param ended: True if the run ended in order, and the next start is a new run:
+            remove its state, too. Otherwise (it could not be started, or was preempted)
+            the next supervisor resumes from the state.
         :param left: leases under which replicas may run; None keeps those on disk.
         """
         if self._lock is None:
@@ -282,7 +310,11 @@ class StateDir(LockedFolder):
             self._unlock()
 
     def _write_leases(self, left: tuple[Lease, ...], *, ended: bool) -> None:
-        """Write these leases, or log a warning. ``ended``: raise the floor, too."""
+        """Write these leases; log a warning if that fails.
+
+        :param left: leases of agents that may still run.
+        :param ended: number later generations above all of this run, too.
+        """
         try:
             if ended:
                 self.leases.raise_floor(left)

@@ -41,6 +41,8 @@ class TokenFiles:
     def open(self, known: str | None, given: Mapping[Role, Path]) -> Tokens:
         """Return the valid tokens of a run: restored, new, or from the config's files.
 
+        Write nothing. What was made or rotated is in :attr:`changes`.
+
         :param known: the members' token of a resumed run; None for a new run.
         :param given: files of the config, by role.
         :raises replicas.errors.UsageError: a file cannot be read, or holds no token.
@@ -60,7 +62,7 @@ class TokenFiles:
         return tokens
 
     def _note(self, change: TokenChange, *roles: Role) -> None:
-        """Add a change of each role to :attr:`changes`."""
+        """Add an event for a change of each role to :attr:`changes`."""
         self.changes += [TokenChanged(role=role, change=change) for role in roles]
 
     def _restored(self) -> Tokens | None:
@@ -71,13 +73,19 @@ class TokenFiles:
             return None
 
     def check(self, key: str) -> None:
-        """Raise UsageError if a file of the config has another key than the port."""
+        """Check the tokens from the config's files against the control port's key.
+
+        :param key: hash of the port's key.
+        :raises replicas.errors.UsageError: a file's token names another key.
+        """
         for path, token in self._given.values():
             if token.key not in ("", key):
                 raise another_key(f"the token in {path}")
 
     def rotate(self, tokens: Tokens, role: Role) -> None:
-        """Replace the token of the role: a random one, or that of the config's file.
+        """Replace the role's token in ``tokens``, and write nothing.
+
+        The new one is random, or that of the config's file. The old one stays valid.
 
         :raises replicas.errors.UsageError: the file still has the present token.
         """
@@ -88,16 +96,17 @@ class TokenFiles:
         token = read_given(role, path)
         if token.secret == tokens.secret(role):
             raise errors.UsageError(
-                f"the {role} token in {path} is already in use", hint="replace the file first, then rotate"
+                f"the {role} token in {path} is in use already", hint="put a new token into the file first, then rotate"
             )
         if token.key not in ("", tokens.key):
             raise another_key(f"the token in {path}")
         tokens.rotate(role, token.secret)
 
     def write(self, tokens: Tokens, *, last: Role = "member") -> None:
-        """Write all files, ``tokens.json`` first. Raises OSError.
+        """Write all files of tokens, ``tokens.json`` first, with a sync of each.
 
         :param last: the role whose file is written last.
+        :raises OSError: writing failed.
         """
         private.replace(self._path, msgspec.json.encode(tokens.saved()), sync=True)
         for role in sorted(ROLES, key=last.__eq__):
@@ -108,6 +117,9 @@ class TokenFiles:
 
         After an OSError, no token has changed: the token in the role's file stays
         valid, however often the change is tried again.
+
+        :param tokens: the tokens in force, which are changed in place.
+        :param change: changes a copy of them.
         """
         changed = tokens.copy()
         change(changed)
@@ -121,7 +133,10 @@ class TokenFiles:
 
 
 def read_given(role: Role, path: Path) -> JoinToken:
-    """Return the token in a file of the config. Raises UsageError."""
+    """Return the token in a file that the config names for the role.
+
+    :raises replicas.errors.UsageError: the file cannot be read, or has no token.
+    """
     name = "token_file" if role == "member" else f"{role}_token_file"
     try:
         text = arguments.token(f"control.{name} {path}: the token", path.read_text("ascii").strip())

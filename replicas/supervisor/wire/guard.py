@@ -40,13 +40,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def pack(words: Iterable[str]) -> bytes:
-    """Encode words as bytes, for :func:`unpack`."""
+    """Encode words as bytes, each after its length, for :func:`unpack`."""
     encoded = [os.fsencode(word) for word in words]
     return b"".join(b"%d:%b" % (len(word), word) for word in encoded)
 
 
 def unpack(text: bytes) -> list[bytes]:
-    """Decode packed words, as bytes: a child's locale may decode them differently."""
+    """Return the words in packed text, as bytes: a child's locale may differ."""
     words: list[bytes] = []
     at = 0
     while at < len(text):
@@ -57,7 +57,11 @@ def unpack(text: bytes) -> list[bytes]:
 
 
 def _orders(parent: int, file: int) -> list[bytes]:
-    """Read the orders from a descriptor of the parent, or exit."""
+    """Return the words of the orders in a file of the parent, or exit with 126.
+
+    :param parent: pid of the parent.
+    :param file: the parent's descriptor of the file.
+    """
     failure = "cannot read its orders"
     orders = _do(failure, os.open, f"/proc/{parent}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
     text = b""
@@ -68,7 +72,14 @@ def _orders(parent: int, file: int) -> list[bytes]:
 
 
 def _open_log(shim: int, pipes: list[bytes]) -> None:
-    """Make pipes of the shim stdout and stderr; write the rank first. Or exit."""
+    """Make pipes of the shim stdout and stderr, and /dev/null stdin; exit on error.
+
+    Write the rank as the first line into both pipes.
+
+    :param shim: pid of the shim, which has the pipes open.
+    :param pipes: descriptors of the shim, as text: stdout and stderr of each local
+        rank.
+    """
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(null, 0)
     mark = RANK_MARK + os.environ["RANK"].encode() + b"\n"
@@ -80,7 +91,7 @@ def _open_log(shim: int, pipes: list[bytes]) -> None:
 
 
 def _enter(cgroup: bytes) -> None:
-    """Move this process into a control group, or exit."""
+    """Move this process into the control group at this path, or exit with 126."""
     failure = f"cannot enter the control group {os.fsdecode(cgroup)}"
     group = _do(failure, os.open, cgroup + b"/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
     _do(failure, os.write, group, b"0")
@@ -88,7 +99,10 @@ def _enter(cgroup: bytes) -> None:
 
 
 def _do(failure: str, call: Callable[..., Any], *arguments: object) -> Any:
-    """Return what a system call returns, or exit with this message."""
+    """Return the result of ``call``; on an OSError, exit with 126.
+
+    :param failure: the message to print before the error.
+    """
     try:
         return call(*arguments)
     except OSError as error:
@@ -102,7 +116,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Set up this process as ordered, and exec the program."""
+    """Set up this process as ordered, and exec the program; exit if that fails."""
     parent, file = map(int, os.environ.pop(GUARD).split())
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

@@ -62,7 +62,10 @@ class Malformed(ValueError):
 
 @contextlib.contextmanager
 def reading(kind: str) -> Iterator[None]:
-    """Context manager: raise Malformed for missing or wrong fields of a message."""
+    """Turn errors of the block, for missing or wrong fields, into Malformed.
+
+    :param kind: of the message that is read, for the error.
+    """
     try:
         yield
     except MISFITS as error:
@@ -121,7 +124,12 @@ class PartSpec(NamedTuple):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> PartSpec:
-        """Read a spec. Raises OtherOrders if it is of another release, Malformed."""
+        """Read a spec, as :func:`plain` wrote it.
+
+        :raises OtherOrders: a field is unknown or wrong, as in a spec of another
+            release.
+        :raises Malformed: it has no fields.
+        """
         if not isinstance(data, dict):
             raise Malformed(f"a start without fields: a {type(data).__name__}")
         try:
@@ -162,7 +170,11 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
 
 
 def _bounded(read: Callable[[Any], Any], most: float, value: Any) -> Any:
-    """Return the value, decoded by ``read``. ValueError if beyond ``most``."""
+    """Return the value, decoded by ``read``, if it is within its bound.
+
+    :param most: the longest text, in characters, or the largest number.
+    :raises ValueError: it is longer or larger, or negative.
+    """
     found = read(value)
     if not 0 <= (len(found) if isinstance(found, str) else found) <= most:
         raise ValueError(f"a {type(found).__name__} beyond its bound of {most}")
@@ -170,7 +182,12 @@ def _bounded(read: Callable[[Any], Any], most: float, value: Any) -> Any:
 
 
 def _sequence(read: Callable[[Any], Any] | tuple[Callable[[Any], Any], ...], value: Any) -> Any:
-    """Return a list as a tuple; ``read`` decodes all items, or each decodes its own."""
+    """Return a list as a tuple of decoded items.
+
+    :param read: decodes each item; a tuple has a decoder for each position.
+    :raises TypeError: it is not a list.
+    :raises ValueError: it has another length than the tuple of decoders.
+    """
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"a {type(value).__name__} is not of type list")
     if isinstance(read, tuple):
@@ -179,12 +196,20 @@ def _sequence(read: Callable[[Any], Any] | tuple[Callable[[Any], Any], ...], val
 
 
 def _record(kind: Any, fields: Mapping[str, Callable[[Any], Any]], value: Any) -> Any:
-    """Return a NamedTuple of the decoded fields; ignore unknown names."""
+    """Return a NamedTuple of the decoded fields; ignore unknown names.
+
+    :param kind: the NamedTuple's class.
+    :param fields: a decoder for each field.
+    :param value: a mapping of names to values.
+    """
     return kind(**{name: fields[name](one) for name, one in value.items() if name in fields})
 
 
 def _exactly(kind: type, value: Any) -> Any:
-    """Return a value of exactly this type, an int also as float. Raises TypeError."""
+    """Return a value of exactly this type; an int becomes a float where needed.
+
+    :raises TypeError: the value is of another type.
+    """
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
@@ -193,30 +218,40 @@ def _exactly(kind: type, value: Any) -> Any:
 
 
 def read(kind: type[T], value: object) -> T:
-    """Return the value as this type, by :func:`decoder`. Raises Malformed."""
+    """Return decoded JSON or MessagePack as a value of this type.
+
+    :raises Malformed: it does not fit the type.
+    """
     with reading(kind.__name__):
         found: T = _decoded(kind, value)
     return found
 
 
 def _decoded(kind: Any, value: object) -> Any:
-    """Return the value as this type, by :func:`decoder`. Raises MISFITS."""
+    """Return the value as this type, by :func:`decoder`; raise one of MISFITS."""
     return decoder(kind)(value)
 
 
 def plain(value: Any) -> Any:
-    """Return the value as data for JSON or MessagePack; :func:`decoder` reads it."""
+    """Return the value as data for JSON or MessagePack; :func:`decoder` reads it.
+
+    Named tuples become dicts, and other tuples lists.
+    """
     if hasattr(value, "_fields"):
         return {name: plain(one) for name, one in zip(value._fields, value, strict=True)}
     return [plain(one) for one in value] if isinstance(value, tuple) else value
 
 
 def encode(message: Message) -> bytes:
+    """Return a message as JSON, the content of one packet."""
     return json.dumps(message).encode()
 
 
 def decode(data: bytes) -> Message:
-    """Decode a packet. :raises Malformed: it is not a message."""
+    """Decode the content of a packet.
+
+    :raises Malformed: it is not a JSON object with a type.
+    """
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -227,7 +262,7 @@ def decode(data: bytes) -> Message:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a connection, with room for many messages."""
+    """Return both ends of a new connection, with room for many messages."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_NBYTES)
@@ -236,6 +271,8 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def send(connection: socket.socket, message: Message) -> bool:
     """Send without waiting. Return False if the peer is gone or its buffer is full.
+
+    A large message goes in a memfd, whose descriptor is sent with a blank packet.
 
     :raises OSError: the message is too long (``EMSGSIZE``).
     """
@@ -259,7 +296,12 @@ def send(connection: socket.socket, message: Message) -> bool:
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """Return the next message, or None at the end of the stream. Raises Malformed."""
+    """Return the next message, or None at the end of the stream.
+
+    Blocks, unless the socket is non-blocking.
+
+    :raises Malformed: the packet is not a message.
+    """
     try:
         data, ancillary, _, _ = connection.recvmsg(MAX_NBYTES, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:
@@ -298,7 +340,9 @@ class MessageSocket:
         return self._socket is not None
 
     def read(self) -> bool:
-        """Take the next message. Return False, closed, at the end of the stream.
+        """Pass the next message to ``take``. Return False at the end of the stream.
+
+        Closes the connection then. A malformed message is reported and ignored.
 
         :raises BlockingIOError: the socket does not block, and has no message.
         """
@@ -315,7 +359,7 @@ class MessageSocket:
         return True
 
     def read_rest(self) -> None:
-        """Take the messages that have arrived, and close, without waiting.
+        """Pass on the messages that have arrived, and close, without waiting.
 
         For a peer that has ended: a child of it may still have its end open.
         """
@@ -327,7 +371,10 @@ class MessageSocket:
         self.close()
 
     def send(self, message: Message) -> bool:
-        """Send without waiting. Return False if the peer is gone or does not read."""
+        """Send without waiting. Return False if the message was not sent.
+
+        The peer is gone or does not read; or, after a report, the system refuses.
+        """
         try:
             return self._socket is not None and send(self._socket, message)
         except OSError as error:  # e.g. this process has no descriptor left
@@ -335,7 +382,7 @@ class MessageSocket:
             return False
 
     def close(self) -> None:
-        """Close this end. Idempotent."""
+        """Close this end, and have it removed from the loop. Idempotent."""
         connection, self._socket = self._socket, None
         if connection is not None:
             self._unwatch(connection)
@@ -343,7 +390,7 @@ class MessageSocket:
 
 
 def receive_spec(connection: socket.socket) -> PartSpec | None:
-    """Return the spec of the start order, or None at the end of the stream.
+    """Wait for the start order; return its spec, or None at the end of the stream.
 
     :raises Malformed: the order is not a spec.
     :raises OtherOrders: the spec is of another release.

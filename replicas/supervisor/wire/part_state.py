@@ -128,7 +128,7 @@ class PartState(NamedTuple):
     known_losses: tuple[LogLoss, ...] = ()
 
     def with_identity_of(self, one: PartSpec | PartState) -> PartState:
-        """Return this state with the identity of another part."""
+        """Return this state with the mark, group, replica etc. of another part."""
         return self._replace(**{name: getattr(one, name) for name in IDENTITY})
 
 
@@ -138,7 +138,10 @@ UNKNOWN = PartState("", "", 0, 0, 0)
 
 
 def first_state(spec: PartSpec, shim: int) -> PartState:
-    """Return the state of a part whose shim, this pid, has started no process yet."""
+    """Return the state of a part whose shim has started no process yet.
+
+    :param shim: pid of the shim.
+    """
     return UNKNOWN.with_identity_of(spec)._replace(pid=shim, start_time=start_time(shim) or 0, cgroup=spec.cgroup)
 
 
@@ -156,12 +159,12 @@ class StateSender:
         self._told = False
 
     def update(self, **changes: Any) -> None:
-        """Change the state, and send all of it."""
+        """Change these fields of the state, and send all of it. Never waits."""
         self.state = self.state._replace(**changes)
         self._told = self._agent.send(state_message(self.state))
 
     def count_lost_lines(self, loss: LogLoss) -> None:
-        """Add lines that a log has lost to the state, and send the state."""
+        """Add lines that a log has lost to the state's losses, and send the state."""
         losses = {(one.where, one.reason): one for one in self.state.losses}
         known = losses.get((loss.where, loss.reason))
         losses[loss.where, loss.reason] = loss._replace(lines=loss.lines + (known.lines if known else 0))
@@ -176,4 +179,5 @@ class StateSender:
 
 
 def state_message(state: PartState) -> Message:
+    """Return the message that carries the state to the agent."""
     return {"type": "state", "state": plain(state)}

@@ -43,15 +43,18 @@ _NO_GPU_HINT = 'install a build of torch with CUDA, show it the GPU (CUDA_VISIBL
 
 
 class DeviceMemory:
-    """One run of bytes on a device.
-
-    :param tensor: uint8 of shape ``[nbytes]``; it and its views keep the memory alive.
-    :param handle: lets another process open it (:meth:`Accelerator.open`); empty for
-        memory opened from another process.
-    :param owner: an object kept until the memory is closed, even if it has no bytes.
-    """
+    """One run of bytes on a device."""
 
     def __init__(self, tensor: torch.Tensor, handle: bytes, owner: object = None) -> None:
+        """Keep the tensor, which owns the memory.
+
+        :param tensor: uint8 of shape ``[nbytes]``; it and its views keep the memory
+            alive.
+        :param handle: lets another process open it (:meth:`Accelerator.open`); empty
+            for memory opened from another process.
+        :param owner: an object kept until the memory is closed, even if it has no
+            bytes.
+        """
         self.nbytes = tensor.nbytes
         self.handle = handle
         self._tensor: torch.Tensor | None = tensor
@@ -65,7 +68,7 @@ class DeviceMemory:
         return self._tensor
 
     def close(self) -> None:
-        """Drop this reference; the memory is freed or unmapped with its last tensor.
+        """Drop this reference; the last tensor over the memory frees or unmaps it.
 
         The device's work on it must have ended.
         """
@@ -83,29 +86,38 @@ class Event(ABC):
 
     @abstractmethod
     def record(self) -> None:
-        """Record the event after the enqueued work of its device's current stream."""
+        """Record the event behind all work that the current stream has enqueued now.
+
+        It is this thread's current stream on the event's device.
+        """
 
     @abstractmethod
     def wait(self) -> None:
         """Make later work of this thread's current stream wait for the event.
 
-        No effect if it was never recorded. The call does not block.
+        The call does not block. No effect if the event was never recorded.
         """
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block until the event, without busy-waiting.
+        """Block this thread, without busy-waiting, until the event is reached.
 
         :raises WorldError: the device failed.
         """
 
     @abstractmethod
     def query(self) -> bool:
-        """Return True if the event has been reached; raise as :meth:`synchronize`."""
+        """Return True if the event has been reached; do not wait.
+
+        :raises WorldError: the device failed.
+        """
 
     @abstractmethod
     def seconds_since(self, earlier: Event) -> float:
-        """Return the device's seconds between two reached events with ``timing``."""
+        """Return the seconds on the device from event ``earlier`` to this one.
+
+        Both were made with ``timing``, and have been reached.
+        """
 
 
 class Registration(ABC):
@@ -139,7 +151,10 @@ class Accelerator(ABC):
 
     @abstractmethod
     def device(self) -> str:
-        """Return the UUID of this thread's current device, or "" if none is usable."""
+        """Return the UUID of this thread's current device, or "" if none is usable.
+
+        The first call chooses the default device of the process.
+        """
 
     @abstractmethod
     def visible(self) -> tuple[str, ...]:
@@ -147,7 +162,9 @@ class Accelerator(ABC):
 
     @abstractmethod
     def select(self, uuid: str) -> None:
-        """Use only this device from now on, in a process that has used none yet.
+        """Make this device the only one that this process uses.
+
+        To be called before the process has used a device.
 
         :raises Preflight: the process cannot use it.
         """
@@ -188,20 +205,29 @@ class Accelerator(ABC):
 
     @abstractmethod
     def register(self, host: torch.Tensor, *, read_only: bool) -> Registration | None:
-        """Pin contiguous host memory, which takes about as long as a copy.
+        """Pin contiguous host memory for fast copies; takes about as long as a copy.
+
+        Return an object that unpins it when closed, or None if it cannot be pinned
+        (logged once); copies then work, but block the caller.
 
         :param read_only: this process has mapped it for reading only.
-        :return: None if it cannot be pinned (logged once); copies then work, but block
-            the caller.
         """
 
     @abstractmethod
     def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
-        """Return a new event. Interprocess events cannot have ``timing``."""
+        """Return a new event on the device, not recorded yet.
+
+        :param interprocess: other processes can open it; then it cannot have
+            ``timing``.
+        :param timing: :meth:`Event.seconds_since` is allowed.
+        """
 
     @abstractmethod
     def open_event(self, handle: bytes, uuid: str) -> Event:
-        """Open an interprocess event. :raises WorldError: it cannot be opened."""
+        """Open an event of another process on device ``uuid`` by its handle.
+
+        :raises WorldError: it cannot be opened here.
+        """
 
     @abstractmethod
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -215,7 +241,10 @@ class Accelerator(ABC):
 
     @abstractmethod
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Delay reuse of the tensors' memory until the current stream is done."""
+        """Delay reuse of the tensors' memory until the current stream's work is done.
+
+        It may be freed before.
+        """
 
     @abstractmethod
     def on_side_stream(self, uuid: str = "") -> AbstractContextManager[None]:
@@ -239,16 +268,22 @@ _chosen: tuple[int, str, Accelerator | None] = (0, "", None)
 
 
 def accelerator() -> Accelerator | None:
-    """Return this process's accelerator, chosen once, or None without a GPU."""
+    """Return the accelerator (GPU interface) of this process, or None without a GPU.
+
+    It is chosen by the first call, and again in a forked child.
+    """
     name = os.environ.get(environ.ACCELERATOR) or DEFAULT
     chosen = _chosen
     return chosen[2] if chosen[:2] == (os.getpid(), name) else locked(_lock, _choose, name)
 
 
 def _choose(name: str) -> Accelerator | None:
-    """Load the accelerator called ``name``, and remember it. Needs the lock.
+    """Load the accelerator class called ``name``, make and remember it. Needs the lock.
 
-    Return None without such devices; raise UsageError if it cannot be loaded.
+    Return None if there are no such devices.
+
+    :param name: ``package.module:Class``.
+    :raises UsageError: it cannot be loaded, or is not an Accelerator.
     """
     global _chosen  # one for each process, as the devices are; a forked child chooses again
     if _chosen[:2] == (os.getpid(), name):

@@ -40,7 +40,7 @@ _set_omp_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Context manager: run torch single-threaded on this thread.
+    """Context manager: run torch single-threaded on this thread, in the block.
 
     Sets OpenMP's number for this thread, as ``torch.set_num_threads`` would change the
     user's threads, too. Has no effect if torch uses another OpenMP library than the one
@@ -63,8 +63,9 @@ def cores() -> int:
 
 
 def helpers_for(nbytes: int, sharing: int = 1) -> int:
-    """Return how many threads beside the caller's pay for a copy of ``nbytes``.
+    """Return how many threads beside the caller's are worth starting for a copy.
 
+    :param nbytes: bytes to copy.
     :param sharing: processes of this host that copy at the same time.
     """
     return max(0, min(cores() // max(1, sharing) - 1, MOST_HELPERS, nbytes // ALONE_NBYTES))
@@ -73,10 +74,6 @@ def helpers_for(nbytes: int, sharing: int = 1) -> int:
 class CopyPool:
     """Runs tasks on the caller's thread and up to ``helpers`` more; close it after use.
 
-    :param chores: called with ``lock`` held; returns work that a helper prefers to a
-        task, or None.
-    :param owner: held by a weak reference; helpers end when it is gone, in case an
-        interrupt kept the caller from closing the pool.
     :ivar lock: guards the queue and the state that ``chores`` reads; notify ``changed``
         when that state has changed.
     """
@@ -88,6 +85,13 @@ class CopyPool:
         *,
         owner: object | None = None,
     ) -> None:
+        """Start ``helpers`` threads, which wait for tasks.
+
+        :param chores: called with ``lock`` held; returns work that a helper prefers to
+            a task, or None.
+        :param owner: held by a weak reference; helpers end when it is gone, in case an
+            interrupt kept the caller from closing the pool.
+        """
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.helpers = 0
@@ -101,7 +105,7 @@ class CopyPool:
         self.grow(helpers)
 
     def grow(self, helpers: int) -> None:
-        """Start up to ``helpers`` more threads, as many as the system allows."""
+        """Start up to ``helpers`` more threads; fewer if the system allows no more."""
         for _ in range(helpers):
             name = f"replicas-crew-{locked(self.lock, self._count, 1)}"
             try:
@@ -111,14 +115,17 @@ class CopyPool:
                 return
 
     def _count(self, more: int) -> int:
-        """Add ``more`` to the number of helpers, and return the sum. Needs the lock."""
+        """Add ``more`` (or -1) to the number of helpers; return the sum.
+
+        Needs the lock.
+        """
         self.helpers += more
         return self.helpers
 
     def run(self, tasks: Iterable[Callable[[], None]]) -> None:
-        """Run all tasks, on this thread and the helpers, and wait.
+        """Run all tasks, on this thread and the helpers, and wait for their ends.
 
-        Raises the first error of a task, after which waiting tasks are dropped.
+        The first error of a task is raised; tasks that have not begun are then dropped.
         """
         self._queue.extend(tasks)
         locked(self.lock, self.changed.notify_all)
@@ -132,7 +139,9 @@ class CopyPool:
             raise self._error
 
     def close(self) -> None:
-        """Drop waiting tasks and wait for running ones; the helpers then end.
+        """Drop tasks that have not begun, and wait for running ones.
+
+        The helpers then end.
 
         An interrupt that comes meanwhile is raised at the end.
         """
@@ -148,27 +157,28 @@ class CopyPool:
             raise interrupt
 
     def _wait_idle(self) -> None:
-        """Drop tasks that have not begun (after a failure), and wait for the others."""
+        """Drop tasks that have not begun (after a failure), and wait for running
+        ones."""
         self._queue.clear()
         idle = Latch()
         locked(self.lock, self._add_waiter, idle)
         idle.wait()
 
     def _add_waiter(self, idle: Latch) -> None:
-        """Set ``idle`` once no task waits or runs. Needs the lock."""
+        """Have ``idle`` set once no task waits or runs. Needs the lock."""
         self._waiters.append(idle)
         self.changed.notify_all()
         self._release_waiters()
 
     def _release_waiters(self) -> None:
-        """Set the waiters' latches if no task is left or running. Needs the lock."""
+        """Wake waiting callers if no task is left or runs. Needs the lock."""
         if not self._under_way and not self._queue:
             waiters, self._waiters = self._waiters, []
             for latch in waiters:
                 latch.set()
 
     def _next(self) -> Callable[[], None] | None:
-        """Take the next task off the queue, and return it, or None."""
+        """Remove the next task from the queue and return it, or None if it is empty."""
         with suppress(IndexError):
             return self._queue.popleft()
         return None
@@ -176,7 +186,12 @@ class CopyPool:
     # ------------------------------------------------------------ helpers
 
     def _help(self) -> None:
-        """Run chores, then tasks, until the pool is closed; a helper's function."""
+        """Run chores, and else tasks, until the pool is closed.
+
+        A helper thread's function.
+
+        It also ends when the pool's owner is gone.
+        """
         with one_thread():
             while True:
                 with self.lock:
@@ -194,7 +209,10 @@ class CopyPool:
                     self._do(task)
 
     def _do(self, task: Callable[[], None]) -> None:
-        """Run a task; keep its error for :meth:`run`, and then drop waiting tasks."""
+        """Run a task on a helper; keep its error for :meth:`run`.
+
+        After an error, tasks that have not begun are dropped.
+        """
         error: BaseException | None = None
         try:
             task()

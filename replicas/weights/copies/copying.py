@@ -85,6 +85,7 @@ def copy_pairs(
     its current streams, after a call of ``on_device``, which may pin host memory. Waits
     for all copies.
 
+    :param sharing: processes of this host that copy at the same time.
     :param name: returns the name of a pair by number, for errors.
     :raises ManifestMismatch: the memory of the first of a pair was freed.
     """
@@ -121,7 +122,7 @@ def copy_pairs(
 
 
 def put_elements(destination: torch.Tensor, source: torch.Tensor, positions: torch.Tensor) -> None:
-    """Copy the elements ``positions`` of source to the same ones of destination.
+    """Copy the elements at ``positions`` of source to the same ones of destination.
 
     Both are contiguous. On a device the copy is only enqueued, on the current stream.
     """
@@ -142,6 +143,8 @@ def copy_host(
 
     No tensor may be empty.
 
+    :param sharing: processes of this host that copy at the same time.
+    :param name: returns the name of a pair by number, for errors.
     :param load: the destinations are the user's tensors; else the sources are.
     :raises ManifestMismatch: a user's tensor has no memory.
     """
@@ -165,7 +168,7 @@ def copy_host(
 
 
 def run_host(copies: HostCopies, cuts: Callable[[int], list[Cut]], nbytes: int, sharing: int = 1) -> None:
-    """Copy all cuts, with as many threads as pay, and wait.
+    """Copy all cuts (steps) of ``copies``, with as many threads as pay, and wait.
 
     :param cuts: returns cuts of about the given size.
     :param nbytes: of all cuts together.
@@ -217,7 +220,12 @@ def copy_elements(destination: torch.Tensor, source: torch.Tensor, *, load: bool
 
 
 def _copy_quickly(destination: torch.Tensor, source: torch.Tensor, *, load: bool) -> bool:
-    """Copy a small run of bytes on this thread; return False if it is none."""
+    """Copy source to destination on this thread, if both are a small run of bytes.
+
+    Return False, having copied nothing, if they are not, or have moved.
+
+    :param load: the destination is the user's tensor; else the source is.
+    """
     nbytes = destination.nbytes
     tensor = destination if load else source
     if not (
@@ -243,12 +251,13 @@ def _copy_quickly(destination: torch.Tensor, source: torch.Tensor, *, load: bool
 
 
 class Prefix:
-    """Counts the bytes filled from the start without a hole, and reports the count.
-
-    :param progress: called with the count every 8 MiB, and at last with all.
-    """
+    """Counts the bytes filled from the start without a hole, and reports the count."""
 
     def __init__(self, nbytes: int, progress: Progress) -> None:
+        """Begin with none of the ``nbytes`` bytes filled.
+
+        :param progress: called with the count every 8 MiB, and at last with all.
+        """
         self._nbytes = nbytes
         self._progress = progress
         self._end = 0
@@ -256,7 +265,7 @@ class Prefix:
         self._ahead: dict[int, int] = {}
 
     def filled(self, start: int, end: int) -> None:
-        """Count bytes ``start`` to ``end``, each once; report if enough are new."""
+        """Count bytes ``start`` to ``end`` as filled; report if enough are new."""
         if start == end:
             return
         self._ahead[start] = end
@@ -278,11 +287,6 @@ class Copier:
     block may skip that: then call :meth:`close`, from any thread, before reusing the
     memory.
 
-    :param data: uint8, one-dimensional, contiguous, on the CPU; the steps fill each of
-        its bytes once.
-    :param helpers: threads beside the caller's; by default as many as pay.
-    :param beside: hash while copying; by default with two or more helpers.
-    :param begun: called with this copier before its first helper starts.
     :ivar digest: of ``data``, set on a helper's thread after :meth:`finish`.
     """
 
@@ -297,6 +301,14 @@ class Copier:
         progress: Progress | None = None,
         begun: Callable[[Copier], object] = lambda copier: None,
     ) -> None:
+        """Start the helper threads, which wait for work.
+
+        :param data: uint8, one-dimensional, contiguous, on the CPU; the steps fill each
+            of its bytes once.
+        :param helpers: threads beside the caller's; by default as many as pay.
+        :param beside: hash while copying; by default with two or more helpers.
+        :param begun: called with this copier before its first helper starts.
+        """
         nbytes = data.numel()
         if helpers is None:
             helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))  # one at least, to hash large data
@@ -320,10 +332,11 @@ class Copier:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Stop the copying threads, and wait for them."""
         self.close()
 
     def close(self) -> None:
-        """Stop all copying threads; the digest of a finished copy continues."""
+        """Stop the copying threads, and wait; a finished copy's digest goes on."""
         locked(self._pool.lock, self._give_up)
         self._pool.close()
 
@@ -354,20 +367,20 @@ class Copier:
             self.filled(step.start, step.end)
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:
-        """Copy one tensor on this thread, filling the bytes ``start`` to ``end``."""
+        """Copy one tensor on this thread; it fills the bytes ``start`` to ``end``."""
         copy_elements(destination, source, name=name)
         self.filled(start, end)
 
     def written(self) -> None:
-        """Count all bytes as filled, when an earlier writer has filled them."""
+        """Count all bytes as filled, because an earlier writer has filled them."""
         self.filled(0, sum(self._unfilled))
 
     def filled(self, start: int, end: int) -> None:
-        """Count these bytes as filled; hash full blocks, and report progress."""
+        """Count bytes ``start`` to ``end`` as filled; hash full blocks."""
         locked(self._pool.lock, self._fill, start, end)
 
     def _fill(self, start: int, end: int) -> None:
-        """Do :meth:`filled`: count bytes per block. Needs the lock."""
+        """Count bytes ``start`` to ``end`` as filled, by block. Needs the lock."""
         if self._prefix is not None:
             self._prefix.filled(start, end)
         while start < end:
@@ -410,11 +423,11 @@ class Copier:
         return None
 
     def _idle_cores(self) -> int:
-        """Return how many helpers to start for cores that the caller has freed."""
+        """Return how many more helpers may hash, as the caller's copy has ended."""
         return cores() - self._pool.helpers if self._pool.helpers and self._finished and self._ready else 0
 
     def _hash(self, block: int, data: memoryview) -> None:
-        """Hash one block; set the digest after the last one."""
+        """Hash one block (``data``) of this number; set the digest after the last."""
         try:
             if (more := locked(self._pool.lock, self._idle_cores)) > 0:  # not in finish(), where the caller would wait
                 self._pool.grow(more)

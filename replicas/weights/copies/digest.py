@@ -54,7 +54,10 @@ _keys: dict[torch.device, torch.Tensor] = {}
 
 
 def combined(blocks: Iterable[bytes]) -> str:
-    """Return the digest (hex) of data from the binary xxh3-128 of its 16 MiB blocks."""
+    """Return the digest of data, in hex, from the digests of its 16 MiB blocks.
+
+    :param blocks: binary xxh3-128 of each block, in order.
+    """
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
 
 
@@ -77,6 +80,7 @@ def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host"
     blocks: dict[int, bytes] = {}
 
     def hash_block(start: int) -> None:
+        """Hash the block that begins at byte ``start``, and keep the result."""
         blocks[start] = xxhash.xxh3_128_digest(view[start : start + BLOCK_NBYTES])
 
     pool = CopyPool(helpers_for(view.nbytes // 2))  # a thread hashes faster than it copies
@@ -88,7 +92,7 @@ def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host"
 
 
 def device_digest_of(data: torch.Tensor) -> str:
-    """Return the digest of a contiguous run of bytes on any device. Blocks.
+    """Compute the digest of a contiguous run of bytes (uint8) on its device. Blocks.
 
     The work runs on the thread's current stream, so the library's threads call this
     inside :meth:`~replicas.weights.copies.accelerator.Accelerator.on_side_stream`.
@@ -104,7 +108,10 @@ def device_digest_of(data: torch.Tensor) -> str:
 
 
 def _sums(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the sums (int64) of each whole block, or of one shorter, on the device."""
+    """Return the two sums (int64) of each block, computed on the device of ``blocks``.
+
+    :param blocks: uint8: whole blocks, or one shorter block.
+    """
     count = -(-min(blocks.numel(), BLOCK_NBYTES) // 8)
     keys = locked(_lock, _keys_on, count, blocks.device)[:count]
     with torch.no_grad():
@@ -126,7 +133,10 @@ def _sums(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_on(count: int, device: torch.device) -> torch.Tensor:
-    """Return at least ``count`` keys on the device, always the same; cached."""
+    """Return at least ``count`` random keys on the device, always the same; cached.
+
+    Needs the lock. Waits for the device when it makes them.
+    """
     found = _keys.get(device)
     if found is None or found.numel() < count:
         found = _random(min(_WORDS, 1 << (count - 1).bit_length()), device)

@@ -4,15 +4,13 @@ Theory of operation
 ===================
 
 At any moment another thread may give a parameter other memory, free it or resize it. So
-facts about a tensor are valid only while its memory is at the same address.
-:meth:`Kinds.find_memory` reads the address first, then shape, dtype and strides. The
-copy checks the address again, while no Python code can run
+facts about a tensor are valid only while its memory is at the same address. The copy
+checks the address again, while no Python code can run
 (:mod:`replicas.weights.copies.streaming`). If it differs, the tensors are looked at
 again, and copied from or to their present memory: each tensor's bytes are the old or
-the new ones.
-
-A tensor that takes several steps is first replaced by a private alias, which keeps its
-storage. If even that memory is freed, the copy ends with ManifestMismatch.
+the new ones. A tensor that takes several steps is first replaced by a private alias,
+which keeps its storage. If even that memory is freed, the copy ends with
+ManifestMismatch.
 
 :class:`HostCopies` describes a copy in either direction: *cuts* of the pieces (some of
 them, or rows of one), the address of each piece, and the tensors. Tensors that are one
@@ -79,13 +77,13 @@ class Found:
     elsewhere: torch.Tensor | None = None
 
     def of(self, picks: Sequence[int]) -> Found:
-        """Return the tensors numbered ``picks``, in that order, and their memory."""
+        """Return the facts about the tensors numbered ``picks``, in that order."""
         tensors = [self.tensors[number] for number in picks]
         order = np.array(picks, dtype=np.intp)
         return Found(tensors, self.addresses[order], self.needed[order], self.runs[order], self.elsewhere)
 
     def update(self, some: slice, found: Found) -> None:
-        """Replace the facts about the tensors ``some`` by newly found ones."""
+        """Replace the facts about the tensors in the range ``some`` by ``found``."""
         self.addresses[some], self.needed[some], self.runs[some] = found.addresses, found.needed, found.runs
 
 
@@ -98,6 +96,7 @@ class Kinds:
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], published: Sequence[torch.dtype]
     ) -> None:
+        """Keep all dtypes and shapes; ``published`` dtypes are of the other side."""
         self.shapes, self.dtypes = list(shapes), list(dtypes)
         self.items = np.fromiter((dtype.itemsize for dtype in dtypes), dtype=np.uintp, count=len(self.dtypes))
         self.sizes = np.fromiter(map(math.prod, shapes), dtype=np.uintp, count=len(self.dtypes)) * self.items
@@ -106,20 +105,21 @@ class Kinds:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], published: Sequence[torch.dtype]) -> Kinds:
-        """Return the shapes and dtypes of these tensors."""
+        """Return shapes and dtypes of these tensors, and the dtypes ``published``."""
         return cls([one.shape for one in tensors], [one.dtype for one in tensors], published)
 
     def differs(self, index: int, tensor: torch.Tensor) -> Reason | None:
-        """Return how a tensor's shape or dtype has changed, or None."""
+        """Return how shape or dtype differ from those of number ``index``, or None."""
         if tensor.shape == self.shapes[index] and tensor.dtype is self.dtypes[index]:
             return None
         was = f"{self.dtypes[index]}{list(self.shapes[index])}"
         return f"was {was}, and is {tensor.dtype}{list(tensor.shape)}"
 
     def find_memory(self, tensors: Sequence[torch.Tensor], first: int = 0) -> Found | None:
-        """Return plain tensors with their addresses; None if one does not fit.
+        """Find the memory of plain tensors, and check their shapes and dtypes. Return
+        None if one differs, or has no memory.
 
-        Its shape or dtype differs, or it has no memory. ``first``: number of the first.
+        :param first: number of the kind that the first of them must have.
         """
         count = len(tensors)
         found = Found(list(tensors), np.empty(count, np.uintp), np.empty(count, np.uintp), np.zeros(count, np.bool_))
@@ -129,7 +129,7 @@ class Kinds:
         return found
 
     def _find_some(self, found: Found, few: slice, first: int) -> bool:
-        """Find the memory of the tensors ``few``; return False if one does not fit."""
+        """Find the memory of the slice ``few`` of the tensors; False if one differs."""
         some = found.tensors[few]
         size = len(some)
         these = slice(few.start + first, few.start + first + size)
@@ -179,7 +179,7 @@ class Cut:
     rows: int = 0
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the step's tensors, or rows of one, of a list with one per piece."""
+        """Return this step's tensors, or rows of one, of a list with one a piece."""
         if self.axis < 0:
             return list(tensors[self.first : self.last])
         return [self.rows_of(tensors[self.first])]
@@ -210,7 +210,7 @@ def cuts_of(starts: Sequence[int], ends: Sequence[int], shapes: Sequence[tuple[i
 
 
 def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
-    """Yield cuts of one large piece along its first axis longer than 1."""
+    """Yield steps of ``step_nbytes`` that copy one large piece, some rows each."""
     axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
     row_nbytes = nbytes // shape[axis]
     rows = max(1, step_nbytes // row_nbytes)
@@ -221,19 +221,11 @@ def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbyt
 
 
 def _nothing(start: int, end: int) -> None:
-    pass
+    """Do nothing; in place of a callback."""
 
 
 class HostCopies:
-    """Copies between our pieces and the user's tensors, one for each, on the CPU.
-
-    :param ours: the address of each piece.
-    :param starts: each piece's first byte, as in the cuts.
-    :param piece: returns a piece as a tensor, for tensors that are not runs.
-    :param kinds: of the tensors that were found.
-    :param load: copy to the tensors instead of from them.
-    :param name: returns the name of a piece's tensor.
-    """
+    """Copies between our pieces and the user's tensors, one for each, on the CPU."""
 
     def __init__(
         self,
@@ -246,6 +238,15 @@ class HostCopies:
         load: bool,
         name: Callable[[int], str],
     ) -> None:
+        """Keep the arguments; copy nothing yet.
+
+        :param ours: the address of each piece.
+        :param starts: each piece's first byte, as in the cuts.
+        :param piece: returns a piece as a tensor, for tensors that are not runs.
+        :param kinds: of the tensors that were found.
+        :param load: copy to the tensors instead of from them.
+        :param name: returns the name of a piece's tensor.
+        """
         self._found, self._kinds, self._ours, self._starts = found, kinds, ours, starts
         self._piece, self._load, self._name = piece, load, name
         self.runs = bool(found.runs.all())
@@ -254,7 +255,7 @@ class HostCopies:
     def run(
         self, cuts: Sequence[Cut], threads: int, *, past_caches: bool, done: Callable[[int, int], object] = _nothing
     ) -> None:
-        """Copy all cuts on this thread and (with ``threads`` > 1) threads in C.
+        """Copy all cuts, on this thread and (with ``threads`` > 1) threads in C; wait.
 
         :param past_caches: use stores that bypass the CPU caches.
         :param done: called with (first byte, end) after each step.
@@ -265,21 +266,25 @@ class HostCopies:
     def tasks(
         self, cuts: Sequence[Cut], *, past_caches: bool, done: Callable[[int, int], object] = _nothing, threads: int = 1
     ) -> list[Callable[[], None]]:
-        """Return a function for each cut, which copies it and calls ``done``."""
+        """Return a function for each cut (step), which copies it, with so many
+        ``threads`` each, and calls ``done``; start none."""
         for index in {cut.first for cut in cuts if cut.axis >= 0}:
             with torch.no_grad():
                 self._found.tensors[index] = self._found.tensors[index].detach()
             self._look_again(slice(index, index + 1))  # it may have moved since the look
 
         def task(cut: Cut) -> None:
+            """Copy one cut (step), and call ``done``."""
             self.copy(cut, threads=threads, past_caches=past_caches)
             done(cut.start, cut.end)
 
         return [partial(task, cut) for cut in cuts]
 
     def copy(self, cut: Cut, *, threads: int = 1, past_caches: bool = False) -> None:
-        """Copy one cut, to or from the user's tensors; repeat while they move.
+        """Copy one cut (step), to or from the user's tensors; repeat while they move.
 
+        :param past_caches: use stores that bypass the CPU caches, in so many
+            ``threads``.
         :raises ManifestMismatch: a tensor was freed, or has another shape or dtype.
         """
         some = slice(cut.first, cut.last)
@@ -331,13 +336,14 @@ class HostCopies:
         raise self._unusable(Cut(0, 0, int(touched[0]), int(touched[-1]) + 1), "changes while it is copied")
 
     def _unusable(self, cut: Cut, why: str) -> ManifestMismatch:
-        """Return the error for the step's first tensor that lacks memory, if any."""
+        """Return the error for the step's first tensor without memory, or ``why``."""
         tensors = self._found.tensors
         index = next((index for index in range(cut.first, cut.last) if why_unusable(tensors[index])), cut.first)
         return unusable(self._name(index), tensors[index], why_unusable(tensors[index]) or why)
 
     def _copy_runs(self, cut: Cut, numbers: npt.NDArray[np.intp], threads: int, past_caches: bool) -> None:
-        """Copy the step's runs, numbered within it, in C; may raise MemoryMoved."""
+        """Copy the tensors ``numbers`` of a step, plain runs of bytes, by threads in C.
+        Raises MemoryMoved if one has moved; ``past_caches`` is as for :meth:`run`."""
         found = self._found
         if cut.axis >= 0 or len(numbers) == cut.last - cut.first:
             those: slice | npt.NDArray[np.intp] = slice(cut.first, cut.last)
@@ -354,7 +360,7 @@ class HostCopies:
         streaming.copy_runs(check, to, sources, sizes, threads=threads, past_caches=past_caches)
 
     def _copy_others(self, cut: Cut, numbers: npt.NDArray[np.intp]) -> None:
-        """Copy tensors that are not runs by torch, through private memory."""
+        """Copy tensors ``numbers`` of a step by torch (casts, gaps); or MemoryMoved."""
         pairs: list[_Pair] = []
         for index in (numbers + cut.first).tolist():
             tensor, piece = cut.rows_of(self._alias(index)), cut.rows_of(self._piece(index))
@@ -412,7 +418,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _few_runs(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """Yield all pairs in lists of few runs of bytes; a pair may be split."""
+    """Yield all pairs in lists of few runs, as one copy holds the GIL."""
     few: list[_Pair] = []
     total = 0
     for tensor, piece, runs in chain.from_iterable(starmap(_parts, pairs)):
@@ -425,7 +431,7 @@ def _few_runs(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
 
 
 def _parts(tensor: torch.Tensor, piece: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Yield (tensor, piece, runs of bytes), split until each has few runs."""
+    """Yield parts of a pair with few runs each: (tensor, piece, their number)."""
     axes = [] if tensor.is_contiguous() else streaming.gaps(tensor)
     runs = math.prod(tensor.shape[axis] for axis in axes)
     if runs <= RUNS_MAX:

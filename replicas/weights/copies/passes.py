@@ -19,21 +19,28 @@ Piece = Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...]], object]
 
 
 class Passes:
-    """A vLLM ``WeightSource`` as a stream of (name, tensor), with ``metadata()``.
-
-    :param mode: ``"image"`` for whole tensors, ``"parts"`` for this rank's pieces.
-    :param shard: makes a shard of a local tensor, its offsets, and the global shape.
-    """
+    """A vLLM ``WeightSource`` as a stream of (name, tensor), with ``metadata()``."""
 
     def __init__(self, source: Any, mode: Literal["image", "parts"], shard: Piece) -> None:
+        """Keep the vLLM source; walk it when iterated.
+
+        :param mode: ``"image"`` for whole tensors, ``"parts"`` for this rank's pieces.
+        :param shard: makes a shard of a local tensor, its offsets, and the global
+            shape.
+        """
         self._source, self._mode, self._shard = source, mode, shard
 
     def metadata(self) -> Any:
-        """Return rows with name, dtype and shape of each tensor."""
+        """Return the source's rows, with name, dtype and shape of each tensor."""
         return self._source.metadata
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        """Return an iterator of names, and whole tensors or this rank's pieces."""
+        """Begin a walk of (name, whole tensor or this rank's piece); return it.
+
+        Its steps may be collectives of the source's own group.
+
+        :raises replicas.errors.UsageError: the source cannot give whole tensors.
+        """
         if self._mode == "image" or not _has(self._source, "iter_local"):
             if not _has(self._source, "iter_full"):
                 what = f"{type(self._source).__name__} has iter_local alone: each rank has its own pieces"
@@ -45,9 +52,9 @@ class Passes:
         return ((name, self._piece(rows[name], tensor)) for name, tensor in self._source.iter_local())
 
     def _piece(self, row: Any, local: torch.Tensor) -> object:
-        """Return this rank's local tensor as a shard; as it is if it is not sharded.
+        """Return this rank's part of a tensor as a shard, or unchanged if not sharded.
 
-        :param row: the source's metadata of the tensor.
+        :param row: the source's metadata of the tensor. :param local: the part.
         """
         if row.placements is None:
             return local
@@ -66,12 +73,20 @@ class Passes:
 
 
 def _has(source: Any, name: str) -> bool:
-    """Return True if the source implements ``name``; vLLM's base class has stubs."""
+    """Return True if the source implements the method ``name``.
+
+    vLLM's base class has stubs of it, and a method ``implements_...`` that tells.
+    """
     says = getattr(source, f"implements_{name}", None)
     return bool(says()) if callable(says) else callable(getattr(source, name, None))
 
 
 def with_passes(weights: object, mode: Literal["image", "parts"], shard: Piece) -> object:
-    """Wrap a vLLM ``WeightSource`` in :class:`Passes`; return others unchanged."""
+    """Wrap a vLLM ``WeightSource`` in :class:`Passes`; return others unchanged.
+
+    :param weights: any object. :param mode: ``"image"`` for whole tensors, ``"parts"``
+        for this rank's pieces. :param shard: makes a shard of a local tensor, its
+        offsets, and the global shape.
+    """
     is_source = callable(getattr(weights, "iter_full", None)) and not hasattr(weights, "__iter__")
     return Passes(weights, mode, shard) if is_source else weights

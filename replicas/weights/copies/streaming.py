@@ -60,7 +60,10 @@ class MemoryMoved(Exception):
 
 
 def _load() -> Any:
-    """Return the compiled C function that copies runs, or None without it."""
+    """Load the compiled C library; return its function that copies runs of bytes.
+
+    Return None if it is missing, or of another release.
+    """
     try:
         library = ctypes.PyDLL(str(LIBRARY))
         function = library.replicas_copy_runs
@@ -91,16 +94,21 @@ def bypasses_caches(nbytes: int) -> bool:
 
 @contextmanager
 def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Context manager: allow in-place writes, even to tensors of inference mode."""
+    """Context manager: torch may write in place to these tensors in the block.
+
+    Autograd records nothing; tensors of inference mode are allowed, too.
+    """
     inference = any(map(torch.Tensor.is_inference, destinations))
     with torch.inference_mode() if inference else torch.no_grad():
         yield
 
 
 def still_there(tensors: Sequence[torch.Tensor], addresses: Addresses, needed: Addresses) -> Check:
-    """Return a function, for one call, that returns True if no tensor has moved.
+    """Return a function that returns True if all tensors are where they were.
 
-    :param addresses: the expected address of each.
+    It can be called once, and runs in C, so that no other thread runs meanwhile.
+
+    :param addresses: the expected address of each tensor's first element.
     :param needed: bytes from the start of each storage to the end of the elements.
     """
     there = map(operator.eq, map(_POINTER, tensors), addresses.tolist())
@@ -111,14 +119,15 @@ def still_there(tensors: Sequence[torch.Tensor], addresses: Addresses, needed: A
 def copy_runs(
     check: Check, to: Addresses, sources: Addresses, sizes: Addresses, *, threads: int = 1, past_caches: bool = False
 ) -> None:
-    """Copy runs of bytes from address to address, in C, with the GIL held.
+    """Copy runs of bytes from address to address, in C; blocks all Python threads.
 
     Call it only if :data:`available`; the runs must not overlap.
 
-    :param check: called before the copy.
-    :param to: address of each run's destination; ``sources``: of its source.
+    :param check: called before the copy, with the GIL held until the copy has ended.
+    :param to: address of each run's destination. :param sources: of its source.
+    :param sizes: bytes of each run. :param threads: number of threads that copy.
     :param past_caches: the result of :func:`bypasses_caches` for the whole copy.
-    :raises MemoryMoved: ``check`` returned False.
+    :raises MemoryMoved: ``check`` returned False; nothing was copied.
     """
     runs = to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes)
     if not _copy(check, *runs, threads, int(past_caches)):
@@ -131,7 +140,10 @@ def _axes(tensor: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def gaps(tensor: torch.Tensor) -> list[int]:
-    """Return the axes along which the elements are not one run of bytes."""
+    """Return the axes of a tensor along which its elements are apart in memory.
+
+    The elements of all other axes together are runs of bytes without gaps.
+    """
     found: list[int] = []
     behind = 1
     for stride, axis in _axes(tensor):
@@ -146,11 +158,14 @@ class Private:
 
     Without the C code the tensors themselves are used.
 
-    :param tensors: aliases on the CPU that no other code has.
     :ivar views: a tensor for each, to read or write instead.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Allocate private memory with a view for each tensor; copy nothing yet.
+
+        :param tensors: aliases on the CPU that no other code has.
+        """
         self.views = list(tensors)
         self._tensors = list(tensors) if available else []
         if not self._tensors:
@@ -176,9 +191,11 @@ class Private:
             self.views[number] = view.conj() if tensor.is_conj() else view
 
     def copy(self, *, back: bool = False) -> None:
-        """Copy the tensors to :attr:`views`, or ``back``.
+        """Copy the tensors' elements to :attr:`views`, or ``back`` from the views.
 
-        :raises MemoryMoved: a tensor has moved.
+        Does nothing without the C code, as the views are the tensors then.
+
+        :raises MemoryMoved: a tensor's memory was freed or moved.
         """
         if self._tensors:
             check, theirs = self._found()
@@ -186,7 +203,10 @@ class Private:
             copy_runs(check, to, sources, self._sizes)
 
     def _found(self) -> tuple[Check, Addresses]:
-        """Return a check that no tensor moves from now on, and all runs' addresses."""
+        """Return a check that no tensor moves from now on, and the address of each run.
+
+        Both are for :func:`copy_runs`.
+        """
         addresses = np.fromiter(map(_POINTER, self._tensors), dtype=np.uintp, count=len(self._tensors))
         needed = [one.storage_offset() * one.itemsize + span_nbytes(one) for one in self._tensors]
         check = still_there(self._tensors, addresses, np.array(needed, dtype=np.uintp))
@@ -201,6 +221,7 @@ class _Runs:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        """Find the runs of bytes that make up a tensor; read no element."""
         self.strides = [0] * tensor.ndim
         offsets, count, apart = np.zeros(1, dtype=np.uintp), 1, gaps(tensor)
         for stride, axis in _axes(tensor):

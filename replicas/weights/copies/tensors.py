@@ -40,7 +40,10 @@ _IS_META, _LAYOUT, _IS_NESTED = (vars(torch._C.TensorBase)[name].__get__ for nam
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of ``dtype``; raise ManifestMismatch if it is unsupported."""
+    """Return torch's name of ``dtype`` without "torch.".
+
+    :raises ManifestMismatch: the library does not support it.
+    """
     name = str(dtype).removeprefix("torch.")
     item_nbytes(name)
     return name
@@ -48,7 +51,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype called ``name``; raise ManifestMismatch if torch lacks it."""
+    """Return the dtype that torch calls ``name``: ``torch.bfloat16`` for "bfloat16".
+
+    :raises ManifestMismatch: this torch lacks it, or the library does not support it.
+    """
     item_nbytes(name)
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
@@ -57,17 +63,23 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def is_castable(dtype: torch.dtype) -> bool:
-    """Return True for plain floats, which ``dtype=`` casts; float8 is quantised."""
+    """Return True for a plain floating dtype, which publish and load may cast.
+
+    Not for float8, which is quantised.
+    """
     return dtype in _CASTABLE
 
 
 def is_copied(dtype: torch.dtype) -> bool:
-    """Return True if every torch copies this dtype; else copy it as :func:`bits`."""
+    """Return True if every release of torch can copy tensors of this dtype.
+
+    Tensors of other dtypes are copied as integers (:func:`bits`).
+    """
     return dtype in _COPIED
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as integers of the same size: a view if possible.
+    """Return the elements as integers of the same size: a view, if possible.
 
     Lazy conjugation or negation needs a copy. Every torch can copy the integers.
     """
@@ -75,9 +87,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def written_as_bits(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views by which torch copies source to destination as integers.
+    """Return integer views of both, by which torch can copy source to destination.
 
-    Both have one dtype; the source may come as a copy.
+    Nothing is copied to the destination here. Both have one dtype; the source may come
+    as a copy.
     """
     if destination.is_conj():
         destination, source = destination.conj(), source.conj()
@@ -100,7 +113,10 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor over the same memory; no other code can set its storage."""
+    """Return a plain, detached tensor over the same memory.
+
+    As only this function's caller has it, no other code can give it another storage.
+    """
     if type(tensor) in PLAIN:
         return tensor.detach()
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -118,7 +134,12 @@ def _is_sound(tensor: torch.Tensor) -> bool:
 
 
 def check_modes(what: str) -> None:
-    """Raise UsageError in a FakeTensorMode or the like; ``what`` names the function."""
+    """Raise UsageError if torch makes other tensors than plain ones on this thread.
+
+    So it does in a FakeTensorMode.
+
+    :param what: name of the calling function, for the error.
+    """
     probe = torch.empty(1, device="cpu")
     if type(probe) is not torch.Tensor or why_unusable(probe):
         text = f"{what}: torch makes a {type(probe).__name__} of everything on this thread at present"
@@ -128,7 +149,7 @@ def check_modes(what: str) -> None:
 def why_unusable(tensor: torch.Tensor) -> Reason | None:
     """Return why a tensor's elements cannot be read or written in memory, or None.
 
-    The tensor's own code (``__torch_function__``) does not run. For a DTensor pass its
+    None of the tensor's own code (``__torch_function__``) runs. For a DTensor pass its
     local tensor.
     """
     if type(tensor) in PLAIN and _is_sound(tensor):
@@ -158,7 +179,10 @@ def why_unusable(tensor: torch.Tensor) -> Reason | None:
 
 
 def span_nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes from the tensor's first element to the end of its last."""
+    """Return the bytes from a tensor's first element to the end of its last one.
+
+    Gaps between them count.
+    """
     if not tensor.numel():
         return 0
     reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -177,7 +201,10 @@ def typed(data: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int,
 
 
 def piece_view(data: torch.Tensor, manifest: Manifest, piece: Piece) -> torch.Tensor:
-    """Return a view of the box of ``piece`` in an image's data section, as integers."""
+    """Return a view, as integers, of one piece (a box of a tensor) of a version.
+
+    :param data: the data section of the version. :param manifest: its layout.
+    """
     spec = manifest.tensors[piece.tensor]
     whole = typed(data, manifest.offsets[piece.tensor], _BITS[item_nbytes(spec.dtype)], spec.shape)
     for axis, (offset, extent) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
@@ -196,10 +223,11 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def local_box(tensor: DTensor, name: str) -> Box | None:
-    """Return (offsets, shape) of this rank's part of the tensor; None if it is empty.
+    """Return (offsets, shape) of the part of a DTensor that this rank has.
 
-    Does not communicate.
+    Return None if it has none. Does not communicate.
 
+    :param name: of the tensor, for the error.
     :raises ManifestMismatch: the local tensor is not a box of the global one (partial
         sums, strided shards).
     """
@@ -222,7 +250,10 @@ def local_box(tensor: DTensor, name: str) -> Box | None:
 
 
 def _is_contiguous_block(tensor: DTensor) -> bool:
-    """Return True if the rows that this rank has follow each other, on every axis."""
+    """Return True if this rank's part of a DTensor is one block on every axis.
+
+    With strided shards its rows may be apart.
+    """
     from torch.distributed.tensor.placement_types import _StridedShard
 
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())

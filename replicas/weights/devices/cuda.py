@@ -8,13 +8,11 @@ torch's. So CUDA IPC can share it independently of torch's allocator (memory of 
 ``expandable_segments`` needs ``pidfd_getfd``, which containers refuse). Sizes are
 rounded up to 2 MiB, as a smaller allocation would also share its neighbours.
 
-A tensor over such memory is made through ``__cuda_array_interface__``. Its storage
-keeps a :class:`Block`, which frees or unmaps the memory when it is collected; the
-driver then waits for all work on that memory. A process cannot open its own IPC
-handles, so these are looked up. A forked child does not touch inherited memory, and
-cannot use CUDA after its parent has called the driver. Programs that fork ask torch
-whether CUDA is initialised (vLLM does), so :meth:`Cuda.device` also initialises torch,
-which creates no context.
+A :class:`Block` frees or unmaps the memory after its last tensor; the driver then waits
+for all work on it. A process cannot open its own IPC handles, so these are looked up. A
+forked child does not touch inherited memory, and cannot use CUDA after its parent has
+called the driver. Programs that fork ask torch whether CUDA is initialised (vLLM does),
+so :meth:`Cuda.device` also initialises torch, which creates no context.
 """
 
 from __future__ import annotations
@@ -58,6 +56,7 @@ class Block:
     """Device memory under tensors; ``give_back`` runs when it is garbage-collected."""
 
     def __init__(self, address: int, nbytes: int, give_back: Callable[[], None]) -> None:
+        """Take over device memory; ``give_back()`` is called when this is collected."""
         self.address = address
         self.nbytes = nbytes
         end = weakref.finalize(self, _in_this_process, os.getpid(), give_back)
@@ -69,7 +68,7 @@ class Block:
 
 
 def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
-    """Return a uint8 tensor of the block's memory, whose storage keeps the block."""
+    """Return a uint8 tensor over the block's memory, which keeps the block alive."""
     with torch.inference_mode(False), uncaptured():
         if not block.nbytes:
             return torch.empty(0, dtype=torch.uint8, device=device)
@@ -77,7 +76,7 @@ def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
 
 
 def _in_this_process(pid: int, give_back: Callable[[], None], *kept: object) -> None:
-    """Call ``give_back``, except in a forked child; ``kept`` lives until then."""
+    """Call ``give_back`` unless this is a forked child; ``kept`` lives until then."""
     if pid == os.getpid():
         give_back()
 
@@ -86,29 +85,35 @@ class CudaEvent(Event):
     """An event of torch's; :class:`Event` describes the methods."""
 
     def __init__(self, event: Any, uuid: str, index: int, handle: bytes = b"") -> None:
+        """Wrap an event of torch on the GPU ``uuid``, torch's number ``index``."""
         self.handle = handle
         self._event = event
         self._uuid = uuid
         self._index = index
 
     def record(self) -> None:
+        """Record the event behind the work of its GPU's current stream."""
         with typed(self._uuid):
             self._event.record(_cuda.current_stream(self._index))
 
     def wait(self) -> None:
+        """Make later work of its GPU's current stream wait for the event."""
         with typed(self._uuid):
             self._event.wait(_cuda.current_stream(self._index))
 
     def synchronize(self) -> None:
+        """Block until the event is reached."""
         # On the event's device, as the thread's current one would get a context.
         with typed(self._uuid), _cuda.device(self._index), uncaptured():
             self._event.synchronize()
 
     def query(self) -> bool:
+        """Return True if the event has been reached."""
         with typed(self._uuid), _cuda.device(self._index), uncaptured():
             return bool(self._event.query())
 
     def seconds_since(self, earlier: Event) -> float:
+        """Return the GPU's seconds from the event ``earlier`` to this one."""
         assert isinstance(earlier, CudaEvent)
         with typed(self._uuid), uncaptured():
             return float(earlier._event.elapsed_time(self._event)) / 1e3
@@ -118,10 +123,12 @@ class CudaRegistration(Registration):
     """Host memory pinned by the driver; unpinned when closed or garbage-collected."""
 
     def __init__(self, host: torch.Tensor, give_back: Callable[[], None]) -> None:
+        """Keep pinned memory; ``give_back`` unpins it."""
         self._end = weakref.finalize(self, _in_this_process, os.getpid(), give_back, host)  # mapped until then
         self._end.atexit = False
 
     def close(self) -> None:
+        """Unpin the memory; a second call does nothing."""
         self._end()
 
 
@@ -145,6 +152,7 @@ class Cuda(Accelerator):
 
     @classmethod
     def present(cls) -> bool:
+        """Return True if torch has CUDA and the driver is there; initialise none."""
         return bool(_backends.cuda.is_built()) and torch.version.cuda is not None and driver.load_library() is not None
 
     def device(self) -> str:
@@ -174,7 +182,7 @@ class Cuda(Accelerator):
             return self._visible
 
     def select(self, uuid: str) -> None:
-        """Make this GPU the only one, by ``CUDA_VISIBLE_DEVICES``; or Preflight."""
+        """Use only this GPU from now on; raise Preflight if it is not visible."""
         if self._visible is None and not _cuda.is_initialized():
             os.environ[_VISIBLE] = uuid
         visible = self.visible()
@@ -187,9 +195,11 @@ class Cuda(Accelerator):
             self._home = uuid
 
     def torch_device(self, uuid: str) -> torch.device:
+        """Return torch's device of this GPU; initialise CUDA in torch."""
         return torch.device("cuda", self._index(uuid))
 
     def uuid_of(self, tensor: torch.Tensor) -> str:
+        """Return the UUID of the tensor's GPU, or "" for host memory."""
         if not tensor.is_cuda:
             return ""
         return (self._visible or self.visible())[tensor.device.index]
@@ -232,6 +242,7 @@ class Cuda(Accelerator):
             kept = [own]
 
             def forget() -> None:
+                """Let go of this process's own memory, which was opened here."""
                 kept.clear()
                 on_free()
 
@@ -250,6 +261,7 @@ class Cuda(Accelerator):
                 raise WorldError(text, hint=_IPC_HINT) from error
 
         def give_back() -> None:
+            """Unmap the other process's memory."""
             self._give_back("cuIpcCloseMemHandle", index, address.value)
             on_free()
 
@@ -257,11 +269,12 @@ class Cuda(Accelerator):
         return DeviceMemory(tensor_over(block, device), b"", block)
 
     def free_nbytes(self, uuid: str) -> tuple[int, int]:
+        """Return free and total bytes of the GPU's memory."""
         with self._in_context(self._index(uuid)), typed(uuid):
             return driver.memory_info()
 
     def register(self, host: torch.Tensor, *, read_only: bool) -> Registration | None:
-        """Pin host memory by the driver; return None (logged once) if that fails."""
+        """Pin host memory by the driver; return None (logged once) if refused."""
         index = self._index(self._default())
         address = host.data_ptr()
         with self._in_context(index):
@@ -279,22 +292,23 @@ class Cuda(Accelerator):
                 if not self._refused and error.number != driver.ALREADY_REGISTERED:
                     self._refused = True
                     logger.warning(
-                        "%d bytes of host memory cannot be pinned: copies to and from the GPU are slower, and block "
-                        "their caller (%s)",
+                        "copying to and from the GPU more slowly, and blocking the caller: %d bytes of host memory "
+                        "cannot be pinned (%s)",
                         *(host.nbytes, error),
                     )
                 return None
         return CudaRegistration(host, lambda: self._give_back("cuMemHostUnregister", index, address))
 
     def _give_back(self, function: str, index: int, address: int) -> None:
-        """Call a driver function that frees memory, in a finalizer; log errors."""
+        """Free memory by this driver function, in a finalizer; only log an error."""
         try:
             with self._in_context(index):
                 driver.call(function, address)
         except (DriverError, WorldError) as error:
-            logger.info("keeping memory until this process ends: %s", error)
+            logger.info("keeping memory of a closed version until this process ends: %s", error)
 
     def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
+        """Return a new event; :meth:`Accelerator.event` has the arguments."""
         uuid = uuid or self._default()
         index = self._index(uuid)
         with typed(uuid), _cuda.device(index), uncaptured():
@@ -307,6 +321,7 @@ class Cuda(Accelerator):
         return event
 
     def open_event(self, handle: bytes, uuid: str) -> Event:
+        """Open another process's event by its handle; WorldError if impossible."""
         own = self._own_events.get(handle)
         if own is not None:
             return own
@@ -324,14 +339,14 @@ class Cuda(Accelerator):
             enqueue(destinations, sources)
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Delay reuse of the memory until the current stream is done."""
+        """Delay reuse of these tensors' memory until the current stream is done."""
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(_cuda.current_stream(tensor.device))
 
     @contextlib.contextmanager
     def on_side_stream(self, uuid: str = "") -> Iterator[None]:
-        """Context manager: make the library's stream of this thread current."""
+        """Context manager: run this thread's work on its stream of the library."""
         index = self._index(uuid or self._default())
         own: _Streams | None = getattr(self._local, "own", None)
         if own is None:
@@ -350,6 +365,7 @@ class Cuda(Accelerator):
 
     @contextlib.contextmanager
     def on_stream(self, stream: object) -> Iterator[None]:
+        """Context manager: make this torch stream current, if it is not None."""
         if (
             isinstance(stream, torch.Stream)
             and not isinstance(stream, torch.cuda.Stream)
@@ -376,10 +392,8 @@ class Cuda(Accelerator):
         return found
 
     def _index(self, uuid: str) -> int:
-        """Return torch's number of the device; initialise CUDA in torch.
-
-        :raises WorldError: this process cannot use the device.
-        """
+        """Return torch's number of the device, after initialising CUDA in torch. Raises
+        WorldError if this process cannot use the device."""
         visible = self.visible()
         if uuid not in visible:
             text = f"GPU {uuid} is not visible to process {os.getpid()}, which sees {', '.join(visible) or 'none'}"
@@ -392,11 +406,9 @@ class Cuda(Accelerator):
 
     @contextlib.contextmanager
     def _in_context(self, index: int) -> Iterator[None]:
-        """Context manager: make the device's CUDA context this thread's current one.
-
-        :raises NoCapacity: there is no memory for the context itself.
-        :raises WorldError: the device cannot be used.
-        """
+        """Context manager: make the device's CUDA context current on this thread.
+        Raises NoCapacity without memory for the context, WorldError if the device is
+        not usable."""
         name = self.visible()[index]
         try:
             driver.call("cuCtxPushCurrent_v2", self._context(index))
@@ -413,7 +425,7 @@ class Cuda(Accelerator):
                 found.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def _context(self, index: int) -> ctypes.c_void_p:
-        """Return the device's primary context, retained on first use."""
+        """Return the CUDA context of device ``index``; the first call may create it."""
         with self._context_lock:
             found = self._contexts.get(index)
             if found is None:
@@ -428,9 +440,11 @@ class _Streams:
     """The side streams of one thread, by device; ``idle`` gets them when it ends."""
 
     def __init__(self, idle: dict[int, list[Any]]) -> None:
+        """Begin without streams; ``idle`` gets them when the thread has ended."""
         self.streams: dict[int, Any] = {}
         self._idle = idle
 
     def __del__(self) -> None:
+        """Give the streams to ``idle``, as the thread has ended."""
         for index, stream in self.streams.items():
             self._idle.setdefault(index, []).append(stream)

@@ -54,9 +54,10 @@ def enqueue(
     sources: Sequence[torch.Tensor],
     on_device: Callable[[torch.Tensor], bool] = _IS_CUDA,
 ) -> None:
-    """Copy each source to the destination of the same shape, on the current stream.
+    """Enqueue the copy of each source to its destination, on the current stream.
 
-    Values are cast where dtypes differ.
+    Both have the same shape; values are cast where dtypes differ. The call waits only
+    for copies with host memory that is not pinned, or has gaps.
 
     :param on_device: returns True for a tensor on a device, False for host memory.
     """
@@ -73,9 +74,12 @@ def enqueue(
 
 
 def _copy_mixed(pairs: Sequence[_Pair], on_device: Sequence[tuple[bool, bool]]) -> None:
-    """Enqueue copies between devices and host.
+    """Enqueue copies of which some are between a device and the host.
 
-    :param on_device: for each pair, whether destination and source are on a device.
+    Small ones are combined; copies within the host are made here.
+
+    :param pairs: (destination, source). :param on_device: for each pair, whether
+        destination and source are on a device.
     """
     within: list[_Pair] = []
     small: tuple[list[_Pair], list[_Pair]] = [], []
@@ -99,12 +103,12 @@ def _copy_mixed(pairs: Sequence[_Pair], on_device: Sequence[tuple[bool, bool]]) 
 
 
 def _to_host(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Enqueue the copy of one tensor; destinations with gaps make it block."""
+    """Enqueue a copy from a device to the host; it blocks if that has gaps."""
     destination.copy_(source, non_blocking=destination.is_contiguous())
 
 
 def _to_device(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Enqueue the copy of one tensor, with the cast (if any) on the device."""
+    """Enqueue a copy from the host to a device; a cast is done on the device."""
     if destination.dtype != source.dtype and source.is_contiguous():
         held = _room(source.nbytes, destination.device)
         if held is not None:
@@ -113,7 +117,10 @@ def _to_device(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _room(nbytes: int, device: torch.device) -> torch.Tensor | None:
-    """Return new temporary memory on the device; None if too little is left."""
+    """Allocate temporary memory of torch on the device.
+
+    Return None if there is too little.
+    """
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
@@ -121,7 +128,7 @@ def _room(nbytes: int, device: torch.device) -> torch.Tensor | None:
 
 
 def _copy_within(destinations: _Tensors, sources: _Tensors) -> None:
-    """Enqueue copies between device tensors, small ones of one kind in batches."""
+    """Enqueue copies between tensors on devices; small ones of one kind go together."""
     lists = destinations, sources
     kinds = zip(*(map(what, one) for what in (_DTYPE, _DEVICE, _DENSE) for one in lists), strict=True)
     alike: dict[tuple[object, ...], tuple[_Tensors, _Tensors]] = {}
@@ -143,7 +150,9 @@ def _copy_within(destinations: _Tensors, sources: _Tensors) -> None:
 
 
 def _transfer(run: Sequence[_Pair], host: int) -> None:
-    """Enqueue the copy of a run, whose host tensors are adjacent, in one transfer.
+    """Enqueue the copy of a run (pairs with adjacent host tensors) in one transfer.
+
+    It goes through temporary memory on the device; without that, one by one.
 
     :param host: index of the host's tensor in each pair: 0 copies to it, 1 from it.
     """
@@ -161,7 +170,9 @@ def _transfer(run: Sequence[_Pair], host: int) -> None:
 
 
 def _runs(pairs: Sequence[_Pair], host: int) -> Iterator[list[_Pair]]:
-    """Yield lists of pairs whose host tensors are adjacent, and others on one device.
+    """Yield the pairs in lists that one transfer can copy.
+
+    In a list the host's tensors are adjacent, and the others are on one device.
 
     :param host: index of the host's tensor in each pair.
     """
@@ -188,12 +199,12 @@ def _runs(pairs: Sequence[_Pair], host: int) -> Iterator[list[_Pair]]:
 
 
 def _length(hosts: Sequence[torch.Tensor]) -> int:
-    """Return the bytes from the run's first tensor to the end of its last one."""
+    """Return the bytes from the first of adjacent tensors to the end of the last."""
     return hosts[-1].data_ptr() + hosts[-1].nbytes - hosts[0].data_ptr()
 
 
 def _bytes_of(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the adjacent tensors' memory as one uint8 tensor, a view."""
+    """Return the memory of adjacent tensors as one uint8 tensor, a view."""
     storage = hosts[0].untyped_storage()
     start = hosts[0].data_ptr() - storage.data_ptr()
     found = torch.empty(0, dtype=torch.uint8, device=hosts[0].device)
@@ -201,7 +212,7 @@ def _bytes_of(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _views(held: torch.Tensor, hosts: Sequence[torch.Tensor]) -> _Tensors:
-    """Return views of ``held`` with the dtypes and shapes of ``hosts``."""
+    """Return views of ``held`` (uint8), with the dtypes and shapes of ``hosts``."""
     found: _Tensors = []
     start = 0
     for dtype, group in groupby(hosts, _DTYPE):

@@ -79,7 +79,7 @@ def load_library() -> ctypes.CDLL | None:
             function = getattr(found, name)
             function.argtypes, function.restype = arguments, ctypes.c_int
     except (OSError, AttributeError) as error:
-        logger.info("not using the CUDA driver: %s", error)
+        logger.info("going on without the CUDA driver: %s", error)
         return None
     return found
 
@@ -88,6 +88,7 @@ class DriverError(Exception):
     """A driver call failed; callers turn this into a typed error."""
 
     def __init__(self, function: str, number: int) -> None:
+        """Make the error of the driver's ``function`` that returned ``number``."""
         self.number = number
         name = ctypes.c_char_p()
         found = load_library()
@@ -99,9 +100,12 @@ class DriverError(Exception):
 
 @contextlib.contextmanager
 def typed(uuid: str) -> Iterator[None]:
-    """Context manager: raise errors as NoCapacity or WorldError of this GPU.
+    """Context manager: raise errors of a GPU as errors of this library.
 
-    They are errors of torch or of driver calls.
+    Errors of torch or of driver calls become NoCapacity (no memory left) or WorldError
+    (the GPU failed).
+
+    :param uuid: of the GPU, for the texts.
     """
     try:
         yield
@@ -121,9 +125,10 @@ def first_line(error: BaseException) -> str:
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call the driver function of this name with these arguments.
+    """Call a function of the CUDA driver, and check its result.
 
-    :raises DriverError: the call failed.
+    :param function: its name. :param arguments: of the C function.
+    :raises DriverError: it did not return 0.
     :raises WorldError: there is no driver.
     """
     found = load_library()
@@ -135,7 +140,10 @@ def call(function: str, *arguments: Any) -> None:
 
 
 def list_devices() -> tuple[str, ...]:
-    """Initialise the driver; return the names (``GPU-UUID``) of all visible devices."""
+    """Initialise the driver; return the names of all visible GPUs, by torch's numbers.
+
+    :raises DriverError: it failed. :raises WorldError: there is no driver.
+    """
     call("cuInit", 0)
     count = ctypes.c_int()
     call("cuDeviceGetCount", ctypes.byref(count))
@@ -143,9 +151,10 @@ def list_devices() -> tuple[str, ...]:
 
 
 def _name(index: int) -> str:
-    """Return a device's name in ``CUDA_VISIBLE_DEVICES``: ``GPU-UUID`` or ``MIG-UUID``.
+    """Return the name of GPU ``index`` in ``CUDA_VISIBLE_DEVICES``: ``GPU-UUID``.
 
-    Of the two UUID calls one returns that of a MIG instance, the other its GPU's.
+    It is ``MIG-UUID`` for a part of a GPU: of the two UUID calls one returns that of a
+    MIG instance, the other its GPU's.
     """
     device, whole, exact = ctypes.c_int(), _Uuid(), _Uuid()
     call("cuDeviceGet", ctypes.byref(device), index)
@@ -156,14 +165,18 @@ def _name(index: int) -> str:
 
 
 def memory_info() -> tuple[int, int]:
-    """Return free and total bytes on the device of the current context."""
+    """Return (free, total) bytes of the device whose context is current on this
+    thread."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
     return free.value, total.value
 
 
 def new_stream() -> int:
-    """Return the address of a new stream, which waits for no default stream."""
+    """Create a CUDA stream in the current context; return its address.
+
+    It does not wait for the default stream, and is never destroyed.
+    """
     stream = ctypes.c_void_p()
     call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
     return stream.value or 0

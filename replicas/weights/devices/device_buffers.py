@@ -78,7 +78,10 @@ class DeviceBuffer(Buffer):
     """
 
     def __init__(self, fd: int, page: _Page, *, writable: bool) -> None:
-        """Take over ``fd``, the page's file; map no device memory yet."""
+        """Take over ``fd``, the file of the page; map no device memory yet.
+
+        :param page: the content of the file: the device, the size, and the handles.
+        """
         super().__init__(fd, page.nbytes, writable=writable)
         self.device = page.uuid
         self._page = page
@@ -87,9 +90,10 @@ class DeviceBuffer(Buffer):
 
     @classmethod
     def _allocated(cls, nbytes: int, name: str, check: Callable[[], None], device: str) -> Buffer:
-        """Return a new buffer: device memory, an event, and a page that names both.
+        """Allocate device memory and an event, and make a page that names both.
 
-        :param check: raises to stop.
+        :param name: of the page's file. :param check: raises to stop.
+        :param device: UUID of the GPU.
         :raises NoCapacity: the device has too little memory left.
         """
         check()
@@ -115,10 +119,12 @@ class DeviceBuffer(Buffer):
 
     @classmethod
     def _adopted(cls, fd: int, device: str, *, writable: bool) -> Buffer:
-        """Return a buffer over another process's page; take over ``fd``.
+        """Return a buffer over another process's memory, by its page; take over ``fd``.
 
         The device memory is mapped at the first use.
 
+        :param fd: descriptor of the page; closed on an error. :param device: UUID of
+            the GPU.
         :raises WorldError: ``fd`` is not a page of this device.
         """
         try:
@@ -129,7 +135,7 @@ class DeviceBuffer(Buffer):
 
     @property
     def path(self) -> str:
-        """Raise UsageError, as device memory has no path."""
+        """Raise UsageError: device memory has no path."""
         text = f"the version is in the memory of GPU {self.device}, which has no path"
         raise UsageError(text, hint='set staging = "host" on the channel for engines that load files')
 
@@ -142,27 +148,32 @@ class DeviceBuffer(Buffer):
             return self._open_memory().tensor
 
     def private(self) -> torch.Tensor:
-        """Return a copy of the bytes, on the device; wait for it."""
+        """Return a copy of the bytes, on the device; block until it is made."""
         shared, gpu = self.readable(), device_of(self.device)
         copied = shared.clone()
         gpu.synchronize(self.device)
         return copied
 
     def pin(self) -> bool:
-        """Return False, as only host memory is pinned."""
+        """Return False: only host memory can be pinned."""
         return False
 
     def record_write(self) -> None:
-        """Owner: record the event after its writes, on this thread's stream."""
+        """Record the page's event behind this thread's writes; for the owner only.
+
+        They are on its current stream. Other processes can wait for the event
+        (:meth:`wait_for_write`).
+        """
         if self._locks_in != os.getpid() or self._origin is not None:
             raise ValueError("only the owner of device memory records its writes")
         with self._lock:
             self._open_event().record()
 
     def wait_for_write(self) -> None:
-        """Make this thread's current stream wait for that event.
+        """Make this thread's current stream wait for the owner's last recorded write.
 
-        Does nothing for another member's memory, which is complete.
+        The call does not block. Does nothing for another member's memory, which is
+        complete.
         """
         if self._origin is None:  # other processes offer only complete memory
             with self._lock:
@@ -190,7 +201,12 @@ class DeviceBuffer(Buffer):
         """Do nothing: a forked child inherits no GPU memory."""
 
     def _open_memory(self) -> DeviceMemory:
-        """Return the memory, mapped at first use; its page shows that it is in use."""
+        """Return the memory; the first call maps it, and flags the page as in use.
+
+        Needs the lock.
+
+        :raises WorldError: it cannot be opened here.
+        """
         if self._memory is None:
             flag = os.fdopen(reopen(self._open_fd), "rb", buffering=0)
             try:
@@ -203,7 +219,10 @@ class DeviceBuffer(Buffer):
         return self._memory
 
     def _open_event(self) -> Event:
-        """Return the event of the owner's writes, opened at first use."""
+        """Return the event of the owner's writes, opened at first use.
+
+        Needs the lock.
+        """
         if self._written is None:
             self._open_memory()  # its flag also keeps the event alive
             self._written = device_of(self.device).open_event(self._page.written, self.device)
@@ -214,7 +233,7 @@ Buffer.on_device = DeviceBuffer
 
 
 def _write_page(page: _Page, name: str) -> int:
-    """Return a new memfd that contains the page."""
+    """Write a page to a new memfd called ``name``; return its descriptor."""
     encoded = _encode(page)
     if len(encoded) + _LENGTH.size > PAGE_NBYTES:
         raise ValueError(f"the handles of the accelerator need {len(encoded)} bytes, and a page has {PAGE_NBYTES}")
@@ -229,7 +248,11 @@ def _write_page(page: _Page, name: str) -> int:
 
 
 def _read_page(fd: int, device: str) -> _Page:
-    """Return the page in the file; raise WorldError if it is not of ``device``."""
+    """Return the page in an open file.
+
+    :param device: UUID of the GPU that the page must be of.
+    :raises WorldError: it is not such a page.
+    """
     raw = os.pread(fd, PAGE_NBYTES, 0)
     try:
         (length,) = _LENGTH.unpack_from(raw)
@@ -257,7 +280,10 @@ class _Leftover:
     written: Event | None
 
     def free_if_unused(self) -> bool:
-        """Free the memory and return True; False if another process uses it."""
+        """Free the memory, and return True, unless another process uses it.
+
+        Frees the event and the descriptor of the page, too.
+        """
         if not locks.hold_exclusive(self.page):
             return False
         with contextlib.suppress(OSError):  # without such locks no other process can open it
@@ -279,6 +305,7 @@ class _Lingering:
     """
 
     def __init__(self) -> None:
+        """Begin without memory and thread."""
         self._lock = threading.RLock()  # garbage collection in the same thread may close a buffer
         self._sweeping = threading.RLock()  # for the same reason
         self._left: list[_Leftover] = []
@@ -297,7 +324,10 @@ class _Lingering:
                     self._thread = None
 
     def sweep(self) -> None:
-        """Free all kept memory that no other process uses any longer."""
+        """Free the memory of closed buffers that no other process uses any longer.
+
+        Waits for the device's work.
+        """
         with self._sweeping:
             with self._lock:
                 left, self._left = self._left, []
@@ -306,7 +336,10 @@ class _Lingering:
                 self._left += still
 
     def stop(self) -> None:
-        """End the thread, for good; memory left stays until the process ends."""
+        """End the thread for good, and wait for it, 10 s at most.
+
+        At the end of the process.
+        """
         self._ending.set()
         if (thread := self._thread) is not None:
             thread.join(_END_S)
@@ -317,7 +350,7 @@ class _Lingering:
         self._left, self._thread, self._ending = [], None, threading.Event()
 
     def nbytes(self) -> int:
-        """Do :meth:`sweep`, and return the bytes that other processes still use."""
+        """Free what is unused, and return the bytes that other processes still use."""
         with self._sweeping:
             self.sweep()
             return sum(one.memory.nbytes for one in self._left)

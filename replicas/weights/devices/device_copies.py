@@ -87,6 +87,11 @@ class _DeviceSink:
     """Computes the digest of device memory on the device, once all bytes are there."""
 
     def __init__(self, accelerator: Accelerator, data: torch.Tensor, device: str, progress: Progress | None) -> None:
+        """Begin with no byte arrived.
+
+        :param data: the memory to digest. :param device: UUID of its GPU.
+        :param progress: called with the number of bytes filled from the start.
+        """
         self.digest: Future[str] = Future()
         self._accelerator = accelerator
         self._data: torch.Tensor | None = data
@@ -94,12 +99,18 @@ class _DeviceSink:
         self._prefix = None if progress is None else Prefix(data.numel(), progress)
 
     def filled(self, start: int, end: int) -> None:
-        """Count bytes ``start`` to ``end`` as arrived, for the progress callback."""
+        """Count bytes ``start`` to ``end`` as arrived.
+
+        May call the progress callback.
+        """
         if self._prefix is not None:
             self._prefix.filled(start, end)
 
     def finish(self) -> None:
-        """Report all bytes; compute the digest on the device, wait, and set it."""
+        """Compute the digest on the device, wait for it, and set the future.
+
+        Before, report that all bytes have arrived.
+        """
         if self._prefix is not None:
             self._prefix.finish()
         assert self._data is not None
@@ -128,6 +139,11 @@ class DeviceCopies:
     def __init__(
         self, accelerator: Accelerator, data: torch.Tensor, options: CopyOptions, progress: Progress | None = None
     ) -> None:
+        """Start the follower thread, and call ``options.begun``; copy nothing yet.
+
+        :param data: uint8, the run of bytes to fill.
+        :param progress: called with the number of bytes filled from the start.
+        """
         self.copied: Future[float] = Future()
         self.ended = Latch()
         self._accelerator = accelerator
@@ -169,6 +185,7 @@ class DeviceCopies:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """After an error in the block, have the futures fail; do not wait."""
         if error is None:
             return
         try:
@@ -178,19 +195,26 @@ class DeviceCopies:
             self._give_up(f"{type(error).__name__}: {text_of(error)}")
 
     def abandon(self) -> None:
-        """Stop, on any thread, after an interrupt: the futures fail with SyncError."""
+        """Have the futures fail with SyncError, after an interrupt; for any thread.
+
+        Copies that are enqueued still run.
+        """
         self._give_up("its block was left")
 
     def _give_up(self, why: str) -> None:
-        """Have the follower thread fail the futures with a SyncError of this text."""
+        """Have the follower fail the futures with a SyncError that says ``why``."""
         self._batches.put(SyncError(f"given up: {why}", phase="pack", hint=""))
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:
-        """Enqueue the copy of one tensor on the current stream, filling these bytes.
+        """Enqueue the copy of one tensor on the current stream; it fills these bytes.
 
         ``source`` may be freed or written afterwards; one in host memory is copied
         before this returns. The stream may differ from call to call, as inside an
         iterator: each copy waits for the previous one.
+
+        :param start: first byte of the run that is filled. :param end: one past the
+            last.
+        :param name: of the tensor, for errors.
         """
         uuid = self._accelerator.uuid_of(source)
         if uuid:
@@ -206,9 +230,10 @@ class DeviceCopies:
         self._note(start, end)
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Enqueue all steps in order; copy sources in host memory before this returns.
+        """Enqueue the copies of all steps in order; copy sources in host memory here.
 
-        The tensors must all exist already.
+        The tensors must all exist already. Each step's bytes are counted for the
+        digest.
         """
         known = list(steps)
         uuids = [list(map(self._accelerator.uuid_of, step.sources)) for step in known]
@@ -230,12 +255,15 @@ class DeviceCopies:
                 self._end_batch()  # here, so that its events are on the streams of the copies
 
     def written(self) -> None:
-        """Count all bytes as filled, by work that is queued on the current stream."""
+        """Count all bytes as filled by work that is enqueued on the current stream."""
         self._use({self._device or self._accelerator.device()})
         self._note(0, self._nbytes)
 
     def finish(self) -> None:
-        """End the enqueueing, without waiting; raise ValueError for unfilled bytes."""
+        """End the enqueueing; the follower then completes the futures. Does not wait.
+
+        :raises ValueError: some bytes were not filled.
+        """
         if self._filled != self._nbytes:
             raise ValueError(f"{self._nbytes - self._filled} bytes were not filled")
         self._end_batch()
@@ -253,7 +281,7 @@ class DeviceCopies:
     def _enqueue(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], uuids: set[str]) -> None:
         """Enqueue copies on the current streams of the devices ``uuids``.
 
-        Pins the slot's host memory before the first copy.
+        The slot's host memory is pinned before the first copy.
         """
         if not self._used and not self._ends and self._buffer is not None and not self._device:
             self._buffer.pin()  # not earlier: only now a device takes part
@@ -265,7 +293,10 @@ class DeviceCopies:
     def _copy_from_host(
         self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], name: str = ""
     ) -> None:
-        """Copy sources in host memory to the slot, and wait."""
+        """Copy sources in host memory to the slot, and wait.
+
+        :param name: of the tensor, for errors.
+        """
         if not self._device:
             pairs = [pair for pair in zip(destinations, sources, strict=True) if pair[1].numel()]
             copy_host(pairs, 1, lambda index: name, load=False)
@@ -282,16 +313,20 @@ class DeviceCopies:
                 self._accelerator.synchronize(self._device)
 
     def _use(self, uuids: set[str]) -> None:
-        """Note that these devices get work; record a start event on new ones."""
+        """Note that these devices get work in this batch.
+
+        On a device that is new, record the event from which the time is counted.
+        """
         self._used |= uuids
         for uuid in uuids - self._starts.keys():
             self._starts[uuid] = event = self._accelerator.event(uuid, timing=True)
             event.record()
 
     def _aside(self, uuids: set[str]) -> ExitStack:
-        """Make the library's streams current until the returned stack is closed.
+        """Make the library's own streams of these devices current on this thread.
 
-        They wait for the enqueued work of the caller's streams.
+        They wait for the enqueued work of the caller's streams. Closing the returned
+        stack ends that.
         """
         before = {uuid: self._accelerator.event(uuid) for uuid in uuids}
         for event in before.values():
@@ -303,7 +338,10 @@ class DeviceCopies:
             return stack.pop_all()
 
     def _note(self, start: int, end: int) -> None:
-        """Add bytes ``start`` to ``end`` to the batch; end a large batch."""
+        """Count bytes ``start`` to ``end`` as filled by the batch.
+
+        End it if it is large.
+        """
         self._batch.append((start, end))
         self._batch_nbytes += end - start
         self._filled += end - start
@@ -311,7 +349,7 @@ class DeviceCopies:
             self._end_batch()
 
     def _end_batch(self) -> None:
-        """Record an event after the batch's copies; send both to the follower."""
+        """Record events behind the batch's copies; have the follower wait for them."""
         for last in self._last.values() if self._used else ():
             last.wait()
         for uuid in self._used:
@@ -325,7 +363,7 @@ class DeviceCopies:
     def _follow(self) -> None:
         """Wait for each batch and report its bytes; set the futures at the end.
 
-        The function of the follower thread.
+        The follower thread's function. After a failure of the device the futures fail.
         """
         error: BaseException | None = None
         held_s = 0.0
@@ -354,7 +392,7 @@ class DeviceCopies:
             self._sink.close()
 
     def _fail(self, error: BaseException) -> None:
-        """Set ``error`` on the futures that are not done; compute no digest."""
+        """Fail the futures that are not done with ``error``; compute no digest."""
         self._sink.close()
         told = _typed(error)
         if not self.copied.done():
@@ -365,9 +403,10 @@ class DeviceCopies:
 
 
 def _pairs(step: Step, uuids: Sequence[str], *, host: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the (destination, source) pairs of a step from host memory, or the others.
+    """Yield the (destination, source) pairs of a step whose source is in host memory.
 
     :param uuids: device of each source, "" for the host.
+    :param host: if False, yield those whose source is on a device.
     """
     for destination, source, uuid in zip(step.destinations, step.sources, uuids, strict=True):
         if host is not bool(uuid):
@@ -375,7 +414,7 @@ def _pairs(step: Step, uuids: Sequence[str], *, host: bool) -> Iterator[tuple[to
 
 
 def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) indices of groups of about 64 MiB of tensors."""
+    """Yield (first, end) indices of groups of neighbours of about 64 MiB together."""
     first = nbytes = 0
     for number, tensor in enumerate(tensors):
         if number > first and nbytes + tensor.nbytes > DEVICE_NBYTES:
@@ -387,7 +426,7 @@ def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def _typed(error: BaseException) -> BaseException:
-    """Return a device's error as NoCapacity or WorldError; other errors unchanged."""
+    """Return an error of torch as NoCapacity or WorldError; other errors unchanged."""
     if isinstance(error, torch.OutOfMemoryError):
         text = f"the digest of the version found no memory on the GPU: {error}"
         return NoCapacity(text, phase="pack", hint="it takes about 64 MiB: leave more of the GPU free")

@@ -48,6 +48,7 @@ class Slot:
     """
 
     def __init__(self, index: int, state: SlotState = "free", *, foreign: bool = False) -> None:
+        """Make a slot without memory; ``index`` numbers it within its arena."""
         self.index = index
         self.state: SlotState = state
         self.foreign = foreign
@@ -66,21 +67,21 @@ class Slot:
         return self._buffer
 
     def drop_buffer(self) -> None:
-        """Close the slot's memory, if it has any."""
+        """Close the slot's memory, if it has any; other processes keep theirs."""
         buffer, self._buffer = self._buffer, None  # first, as a slot's buffer is open
         if buffer is not None:
             buffer.close()
 
     @property
     def image(self) -> Manifest | None:
-        """The manifest of the slot's whole image; None for a packed part."""
+        """The manifest (layout) of a whole version; None for one rank's packed part."""
         if isinstance(self.manifest, PartManifest):
             return self.manifest.whole if self.manifest.pieces is None else None
         return self.manifest
 
     @property
     def data(self) -> torch.Tensor:
-        """The data section of an image, or a packed part; read-only if foreign."""
+        """The bytes of the tensors, without a header; read-only if foreign."""
         image = self.image
         return self.buffer.readable()[image.data_offset if image else 0 :]
 
@@ -91,7 +92,7 @@ class Slot:
 
     @property
     def place(self) -> SlotPlace:
-        """The place by which other processes of this host can open the held slot."""
+        """Where other processes of this host can open the memory of the held slot."""
         return self.buffer.place
 
     def __repr__(self) -> str:
@@ -102,13 +103,6 @@ class Slot:
 class Arena:
     """A process's memory for versions: own slots, and foreign ones. Thread-safe.
 
-    :param slots: how many versions fit in its own memory.
-    :param name: names its memory in ``/proc/PID/maps``.
-    :param device: UUID of the GPU for its own memory, without headers; else empty.
-    :param on_drop: called, without the lock, with a version whose slot was given to
-        another version, or was foreign and is no longer needed.
-    :param on_change: called, without the lock, after a slot became free or lost its
-        last pin: a waiting :meth:`acquire` may succeed now.
     :ivar protected: versions that must not be evicted; call :meth:`trim` after changes.
     :ivar pool: allocates the memory of its slots.
     """
@@ -122,6 +116,16 @@ class Arena:
         on_drop: Callable[[int], None] = lambda version: None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        """Make the slots, without memory yet.
+
+        :param slots: how many versions fit in its own memory.
+        :param name: names its memory in ``/proc/PID/maps``.
+        :param device: UUID of the GPU for its own memory, without headers; else empty.
+        :param on_drop: called, without the lock, with a version whose slot was given to
+            another version, or was foreign and is no longer needed.
+        :param on_change: called, without the lock, after a slot became free or lost its
+            last pin: a waiting :meth:`acquire` may succeed now.
+        """
         if slots < 1:
             raise ValueError(f"an arena needs at least one slot, not {slots}")
         self.protected: set[int] = set()
@@ -139,17 +143,17 @@ class Arena:
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """The own slots, free ones included."""
+        """This process's slots (memory for one version each), free ones included."""
         return tuple(self._slots)
 
     @property
     def foreign(self) -> Sequence[Slot]:
-        """The slots in memory of other members of this host."""
+        """The slots that map versions in the memory of other members of this host."""
         with self._lock:
             return tuple(self._foreign)
 
     def prepare(self, nbytes: int, at_most: int | None = None) -> None:
-        """Have a thread allocate memory of ``nbytes`` for slots that lack it."""
+        """Have a thread allocate memory for slots that lack it, ``at_most`` so many."""
         with self._lock:
             lacking = [
                 slot._buffer is None or (slot.state == "free" and not _fits(slot, nbytes)) or slot._buffer.shown
@@ -158,7 +162,8 @@ class Arena:
         self.pool.prepare(nbytes, sum(lacking) if at_most is None else min(sum(lacking), at_most))
 
     def acquire(self, version: int, manifest: Manifest | PartManifest, *, alone: bool = False) -> Slot | None:
-        """Take a slot to fill with ``version``, and write its header; None if in use.
+        """Take a slot to fill with ``version``, and write its header; None if all are
+        in use.
 
         Then try again every few hundredths of a second, for readers in other processes,
         and at each ``on_change``. Blocks only for memory that is being allocated.
@@ -189,7 +194,7 @@ class Arena:
         return slot
 
     def hold(self, slot: Slot, digest: str) -> None:
-        """Mark a filled slot as complete: other processes may map it now."""
+        """Mark a filled slot as complete, with its digest: others may map it now."""
         with self._lock:
             if slot.state != "filling":
                 raise ValueError(f"{slot!r} is not being filled")
@@ -204,7 +209,7 @@ class Arena:
             slot.version = version
 
     def free(self, slot: Slot) -> None:
-        """Forget a slot's content and keep its memory; no effect on a free slot."""
+        """Empty a slot, but keep its memory; no effect on a free one."""
         with self._lock:
             if slot.state == "filling" and slot._buffer is not None:
                 slot._buffer.abandon()
@@ -213,7 +218,7 @@ class Arena:
         self.on_change()
 
     def release(self, version: int) -> bool:
-        """Free a version's slot, now or with its last pin; return False if not held."""
+        """Free a version's slot, now or with its last pin; False if it is not held."""
         with self._lock:
             slot = self.find(version)
             if slot is None:
@@ -241,7 +246,8 @@ class Arena:
             return offered - held - {0}
 
     def borrow(self, place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
-        """Open another process's memory; the caller closes the returned buffer."""
+        """Open another process's memory of ``version``, which is at ``place``; the
+        caller closes it. ``lock``: until then it is not refilled."""
         buffer = Buffer.open(place, version, lock=lock)
         buffer.keep_mappings_in(self._kept)
         return buffer
@@ -256,10 +262,10 @@ class Arena:
         with self._lock:
             if self._closed:
                 buffer.close()
-                raise Gone("the arena is closed", version=version)
+                raise Gone("the memory of this channel is closed", version=version)
             if self.find(version) is not None:
                 buffer.close()
-                raise ValueError(f"version {version} is held here already")
+                raise ValueError(f"version {version} is in memory here already")
             self._adopted += 1
             slot = Slot(len(self._slots) + self._adopted, "held", foreign=True)
             slot.version, slot.manifest, slot.digest, slot._buffer = version, manifest, digest, buffer
@@ -268,7 +274,7 @@ class Arena:
             return slot
 
     def trim(self) -> None:
-        """Drop foreign slots that are neither pinned nor protected."""
+        """Drop slots in others' memory that are neither pinned nor protected."""
         with self._lock:
             unneeded = [slot for slot in self._foreign if not slot.pins and slot.version not in self.protected]
             versions = [slot.version for slot in unneeded]
@@ -279,14 +285,14 @@ class Arena:
             self.on_drop(version)
 
     def pin(self, slot: Slot) -> None:
-        """Keep a held slot until :meth:`unpin`; pins are counted."""
+        """Count a user of a held slot, which is kept until :meth:`unpin`."""
         with self._lock:
             if slot.state != "held":
                 raise ValueError(f"{slot!r} does not hold a version")
             slot.pins += 1
 
     def unpin(self, slot: Slot) -> None:
-        """Remove a pin; the last pin drops a leaving or unprotected foreign slot."""
+        """Remove a user of a slot; the last one may free it, if leaving or foreign."""
         dropped = 0
         with self._lock:
             if slot.pins < 1:
@@ -309,7 +315,7 @@ class Arena:
             return next((slot for slot in self._held() if slot.version == version), None)
 
     def find_pinned(self, version: int) -> Slot | None:
-        """Return the slot of ``version``, pinned; the caller unpins it. Or None."""
+        """Return the slot of ``version``, pinned for the caller to unpin; or None."""
         with self._lock:
             slot = self.find(version)
             if slot is not None:
@@ -327,13 +333,13 @@ class Arena:
             return {slot.version: slot.digest for slot in self._held()}
 
     def images(self) -> dict[int, Manifest]:
-        """Return the manifests of the held versions that are images, by version."""
+        """Return the manifests (layouts) of the whole versions held, by version."""
         with self._lock:
             images = {slot.version: slot.image for slot in self._held()}
             return {version: image for version, image in images.items() if image is not None}
 
     def in_use(self) -> str:
-        """Return a text on the slots in use and their readers, for an error."""
+        """Return a text, for an error: which slots are in use, and by which readers."""
         with self._lock:
             texts = [text for slot in self._slots if (text := self._use(slot))]
         text = f"the {len(self._slots)} slots have {', '.join(texts)}" if texts else "none"
@@ -359,7 +365,7 @@ class Arena:
         return (slot for slot in (*self._slots, *self._foreign) if slot.state == "held")
 
     def _choose(self, nbytes: int) -> Slot | None:
-        """Claim the best free slot, else that of the oldest evictable version."""
+        """Claim a free slot, else that of the oldest version not needed; else None."""
         free = sorted((slot for slot in self._slots if slot.state == "free"), key=lambda slot: not _fits(slot, nbytes))
         evictable = [
             slot
@@ -406,7 +412,7 @@ class Arena:
             slot.buffer.tensor()[: image.data_offset].copy_(header)
 
     def _clear(self, slot: Slot, event: SlotEvent) -> None:
-        """Forget the slot's content; close it if foreign, or if the arena is closed."""
+        """Empty a slot by this event; close it if foreign, or the arena is closed."""
         slot.state = SLOT.next(slot.state, event)
         slot.version, slot.manifest, slot.digest, slot.pins = 0, None, "", 0
         if slot.state == "free" and (slot.foreign or self._closed):
@@ -417,7 +423,7 @@ class Arena:
                 self._foreign.remove(slot)
 
     def _use(self, slot: Slot) -> str:
-        """Describe the slot's use and users; return "" if it has none."""
+        """Return a text: the slot's version and its readers; "" for an unused slot."""
         if slot.state == "filling":
             return f"version {slot.version} (being filled)"
         # a protected version stays whoever reads it; the coordinator keeps the newest
@@ -436,5 +442,5 @@ def _fits(slot: Slot, nbytes: int) -> bool:
 
 
 def _processes(pids: Sequence[int] | set[int]) -> str:
-    """Return ``process 12`` or ``processes 12, 34``, for a text."""
+    """Return the text ``process 12`` or ``processes 12, 34``."""
     return f"process{'' if len(pids) == 1 else 'es'} {', '.join(map(str, sorted(pids)))}"

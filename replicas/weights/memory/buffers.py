@@ -122,6 +122,7 @@ class Buffer:
         """
 
         def check() -> None:
+            """Raise AllocationStopped if ``stop`` asks for it."""
             if stop():
                 raise AllocationStopped
 
@@ -131,7 +132,7 @@ class Buffer:
 
     @classmethod
     def _allocated(cls, nbytes: int, name: str, check: Callable[[], None], device: str) -> Buffer:
-        """Return a new buffer with all its pages; ``check`` raises to stop."""
+        """Allocate the memory of :meth:`allocate`; ``check`` raises to stop."""
         what = f"the buffer {name!r}"
         check_capacity(nbytes, what)
         # the kernel takes up to 249 bytes
@@ -163,12 +164,12 @@ class Buffer:
 
     @classmethod
     def _adopted(cls, fd: int, device: str, *, writable: bool) -> Buffer:
-        """Return a buffer of this class over another process's ``fd``, taken over."""
+        """Return a buffer of this class over ``fd``, which it takes over."""
         return cls(fd, os.fstat(fd).st_size, writable=writable)
 
     @staticmethod
     def open(place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
-        """Open memory of another process (:func:`replicas.memory.held_memory.hold`).
+        """Open memory of another process, found at ``place``, for reading.
 
         :param lock: prevent a refill until this buffer is closed; else check
             :attr:`unchanged` after reading.
@@ -180,7 +181,7 @@ class Buffer:
         return buffer
 
     def claim(self) -> Claim:
-        """Claim the buffer for writing.
+        """Try to lock the buffer for writing; never wait.
 
         Returns "claimed" if it has no readers, and can get none from now on. Otherwise
         nothing has changed, and the result is "held" if a process holds its content,
@@ -205,11 +206,11 @@ class Buffer:
         return "claimed"
 
     def abandon(self) -> None:
-        """Undo a claim: the buffer then holds no version."""
+        """Undo a claim, as the buffer was not filled: it then holds no version."""
         locks.unlock(self._open_fd)
 
     def offer(self, version: int) -> None:
-        """Announce that ``version`` is complete: others may hold it. Ends the claim."""
+        """Announce that ``version`` is complete: others may read it. Ends the claim."""
         self.serial += 1
         locks.flag(self._open_fd, self.serial)  # before the lock is released, as readers check the flag
         self.offered, self.released = version, False
@@ -217,7 +218,7 @@ class Buffer:
 
     @property
     def place(self) -> SlotPlace:
-        """The place by which other processes of this host can open it."""
+        """Where other processes of this host can open it: pid, descriptor, inode."""
         fd = self._open_fd
         status = os.fstat(fd)
         door = "" if self.device else own_door()
@@ -225,15 +226,13 @@ class Buffer:
 
     @property
     def origin(self) -> SlotPlace:
-        """The place in the process that owns and fills the memory."""
+        """Where the process that owns and fills the memory has it."""
         return self._origin or self.place
 
     @property
     def unchanged(self) -> bool:
-        """Whether bytes read so far, without a lock, belong to the version.
-
-        The owner removes its flag before it writes.
-        """
+        """Whether bytes read so far, without a lock, belong to the version: the owner
+        removes a flag (lock on a byte) before it writes."""
         return locks.flagged(self._open_fd, self.serial)
 
     @property
@@ -252,7 +251,7 @@ class Buffer:
         return not self.device and seals.is_closed_to_writers(self._open_fd)
 
     def close_to_writers(self) -> None:
-        """Seal the file against new writable mappings; the owner keeps its own."""
+        """Seal the file against new writable mappings; this one stays writable."""
         if not self.device:
             seals.close_to_writers(self._open_fd)
 
@@ -292,7 +291,7 @@ class Buffer:
         return (self._mapping or locked(self._lock, self._map)).tensor
 
     def _map(self) -> Mapping:
-        """Return the mapping, made at first use. Needs the lock."""
+        """Return the mapping; the first call makes it. Needs the lock."""
         if self._mapping is None:
             fd = self._open_fd
             if not self.nbytes:
@@ -334,17 +333,17 @@ class Buffer:
     # ------------------------------------ order of GPU work; no-ops for host memory
 
     def record_write(self) -> None:
-        """GPU memory: record the owner's writes, queued on this thread's stream."""
+        """GPU memory: record an event behind the writes queued on this stream."""
 
     def wait_for_write(self) -> None:
-        """GPU memory: make this thread's current stream wait for those writes."""
+        """GPU memory: have this thread's current stream wait for that event."""
 
     def keep_mappings_in(self, kept: KeptMappings) -> None:
-        """Keep mappings of another process's memory in ``kept`` after :meth:`close`."""
+        """Let ``kept`` keep the mapping, for the next buffer of the same file."""
         self._kept = kept
 
     def close(self) -> None:
-        """Close the buffer; the kernel frees it with its last mapping or descriptor."""
+        """Close the buffer and tell its watchers; the kernel frees it when unused."""
         fd, self.fd = self.fd, -1
         mapping, self._mapping = self._mapping, None
         if mapping is not None and mapping.kept is None:  # KeptMappings unpins a kept one
@@ -362,10 +361,11 @@ class Buffer:
             watcher.buffer_closed(self.key)
 
     def __del__(self) -> None:
+        """Close the buffer."""
         self.close()
 
     def close_after_fork(self) -> None:
-        """Drop memory and locks in a forked child; the user's tensors stay valid."""
+        """In a forked child, drop the memory, but not the parent's locks."""
         fd, self.fd, self._mapping, self._kept = self.fd, -1, None, None
         if fd >= 0:
             os.close(fd)
@@ -383,14 +383,14 @@ _LIVING: Living[Buffer] = Living(operator.methodcaller("close_after_fork"))
 
 
 def available_nbytes(*, proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_ROOT) -> tuple[int, str]:
-    """Return the bytes that can still be allocated, and the name of the limit."""
+    """Return how many bytes can still be allocated, and the name of the limit."""
     lines = [line.split() for line in _read(proc / "meminfo") if line.startswith("MemAvailable:")]
     machine = [(int(words[1]) * 1024, "the machine's memory") for words in lines]
     return min([*machine, *_cgroups(proc, cgroup_root)], default=(_UNLIMITED_NBYTES, "nothing"))
 
 
 def check_capacity(nbytes: int, what: str) -> None:
-    """Raise NoCapacity if the host cannot give ``nbytes`` more; ``what`` names the use.
+    """Raise NoCapacity if the host cannot give ``nbytes`` more for the use ``what``.
 
     The kernel reports no error beyond a cgroup's limit, but kills a process; it charges
     shared memory to the cgroup of the process that touches it first.
@@ -403,7 +403,7 @@ def check_capacity(nbytes: int, what: str) -> None:
 
 
 def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Yield (bytes left, name) of each memory limit from this cgroup to the root."""
+    """Yield (bytes left, name) of each memory limit of this process's cgroups."""
     for line in filter(None, _read(proc / "self/cgroup")):
         _, controllers, path = line.split(":", 2)
         limit_names: tuple[str, ...]
@@ -428,7 +428,7 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Return the bytes of file cache, which count as used, but are freed on demand."""
+    """Return the bytes of file cache in a cgroup, which are freed on demand."""
     fields = dict(line.split(None, 1) for line in _read(folder / "memory.stat") if " " in line)
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 

@@ -58,13 +58,16 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 class Mapping:
     """Mapped memory as a tensor, pinned at most once.
 
-    :param tensor: uint8 of shape ``[nbytes]``.
     :ivar read_only: writing to it is a SIGSEGV.
     :ivar kept: place of the memory, if a :class:`KeptMappings` keeps and unpins it.
     :ivar used: the number of its last use there.
     """
 
     def __init__(self, tensor: torch.Tensor, *, read_only: bool = False) -> None:
+        """Keep a tensor over mapped memory; pin nothing.
+
+        :param tensor: uint8 of shape ``[nbytes]``.
+        """
         self.tensor = tensor
         self.kept: SlotPlace | None = None
         self.used = 0
@@ -79,25 +82,30 @@ class Mapping:
         return self._pin is not None
 
     def pin(self, device: Accelerator) -> bool:
-        """Pin the memory, which takes as long as a copy; return False if impossible."""
+        """Pin the memory for copies with a device; takes about as long as a copy.
+
+        Return True if it is pinned, also if it was before; False if that is impossible.
+        """
         return locked(self._pinning, self._register, device)
 
     def _register(self, device: Accelerator) -> bool:
-        """Do :meth:`pin`, at most once. Needs the lock."""
+        """Pin the memory, at most once; return True if it is pinned. Needs the lock."""
         if self._pin is None and not self._refused:
             self._pin = device.register(self.tensor, read_only=self.read_only)
             self._refused = self._pin is None
         return self.pinned
 
     def unpin(self) -> None:
-        """Unpin the memory, if it is pinned."""
+        """Unpin the memory, if it is pinned; no copy may be in flight."""
         pin, self._pin = self._pin, None
         if pin is not None:
             pin.close()
 
 
 def map_shared(fd: int, nbytes: int, check: Callable[[], None] = lambda: None) -> Mapping:
-    """Map a file for reading and writing, and touch all its pages.
+    """Map a file for reading and writing, as a tensor, and touch all its pages.
+
+    Blocks for that. The caller still owns ``fd``.
 
     :param check: called every 32 MiB; may raise to stop.
     :raises NoCapacity: a limit of memory or mappings is reached.
@@ -110,7 +118,9 @@ def map_shared(fd: int, nbytes: int, check: Callable[[], None] = lambda: None) -
 def map_readable(fd: int, nbytes: int) -> Mapping:
     """Map a file for reading, as a tensor of bytes, and touch all its pages.
 
-    A write to the tensor is a SIGSEGV. The caller still owns ``fd``.
+    Blocks for that. A write to the tensor is a SIGSEGV. The caller still owns ``fd``.
+
+    :raises NoCapacity: a limit of memory or mappings is reached.
     """
     mapping = _mapped(fd, nbytes, os.O_RDONLY, mmap.MAP_SHARED, mmap.PROT_READ)
     address = numpy.frombuffer(mapping, dtype=numpy.uint8).ctypes.data
@@ -124,18 +134,23 @@ def map_readable(fd: int, nbytes: int) -> Mapping:
 
 
 def map_private(fd: int, nbytes: int) -> torch.Tensor:
-    """Map a file copy-on-write, as a tensor; pages come at first touch.
+    """Map a file copy-on-write, as a tensor; its pages are read at their first use.
 
-    While it lives, the owner sees that the file is mapped.
+    While the tensor lives, the file's owner sees that it is mapped (a flag on the
+    file).
+
+    :raises NoCapacity: a limit of memory or mappings is reached.
     """
     prot = mmap.PROT_READ | mmap.PROT_WRITE
     return torch.frombuffer(_mapped(fd, nbytes, os.O_RDONLY, mmap.MAP_PRIVATE, prot, flag=True), dtype=torch.uint8)
 
 
 def _mapped(fd: int, nbytes: int, mode: int, flags: int, prot: int, *, flag: bool = False) -> mmap.mmap:
-    """Map a file by a file description of its own; raise NoCapacity if scarce.
+    """Map a file, through a descriptor of its own, which keeps no lock of ``fd``.
 
+    :param mode: for :func:`os.open`; ``flags`` and ``prot`` are those of ``mmap``.
     :param flag: flag the file as mapped while the mapping lives.
+    :raises NoCapacity: a limit of memory or mappings is reached.
     """
     try:
         own = reopen(fd, mode)
@@ -152,7 +167,10 @@ def _mapped(fd: int, nbytes: int, mode: int, flags: int, prot: int, *, flag: boo
 
 
 def _too_little(nbytes: int, error: OSError) -> NoCapacity:
-    """Return the error for memory that cannot be mapped, with the limit's name."""
+    """Return the error for memory that cannot be mapped.
+
+    It names the limit and remedy.
+    """
     why, remedy = describe_limit(error)
     return NoCapacity(f"{size_text(nbytes)} of shared memory cannot be mapped: {why}", hint=remedy)
 
@@ -164,9 +182,11 @@ def _bytes_of(mapping: object) -> torch.Tensor:
 
 
 def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None]) -> None:
-    """Populate all pages in steps, with a call of ``check`` before each.
+    """Have the kernel allocate and map all pages now, in steps of 32 MiB. Blocks.
 
-    :param advice: the ``madvise`` constant, for reading or for writing.
+    :param address: of the first page. :param advice: the ``madvise`` constant, for
+        reading or for writing. :param check: called before each step; may raise to
+        stop.
     """
     for start in range(0, nbytes, _POPULATE_NBYTES):
         check()
@@ -185,6 +205,7 @@ class KeptMappings:
     _living: Living[KeptMappings] = Living(operator.methodcaller("close_after_fork"))
 
     def __init__(self) -> None:
+        """Begin with no mapping kept."""
         self._living.add(self)
         self._lock = threading.RLock()  # a finaliser may close a buffer within any method
         self._kept: dict[int, Mapping] = {}
@@ -193,12 +214,15 @@ class KeptMappings:
         self._closed = False
 
     def __len__(self) -> int:
+        """Return how many mappings are kept."""
         return len(self._kept)
 
     def map(self, fd: int, place: SlotPlace) -> Mapping:
-        """Return the kept mapping of the file at ``place``, or map and keep ``fd``.
+        """Return a mapping of another process's file: a kept one, or one of ``fd``.
 
-        The caller closes ``fd`` in both cases.
+        A new one is kept for later calls. The caller closes ``fd`` in both cases.
+
+        :param place: where the file is; its inode identifies it.
         """
         found = locked(self._lock, self._find, place.inode, place.nbytes)
         if found is None:
@@ -209,7 +233,10 @@ class KeptMappings:
         return found
 
     def _find(self, inode: int, nbytes: int) -> Mapping | None:
-        """Return the kept mapping of this file, or None; a use. Needs the lock."""
+        """Return the kept mapping of this file, or None; counts as a use.
+
+        Needs the lock.
+        """
         kept = self._kept.get(inode)
         if kept is None or kept.tensor.numel() != nbytes:
             return None
@@ -218,7 +245,10 @@ class KeptMappings:
         return kept
 
     def _keep(self, place: SlotPlace, mapping: Mapping) -> Mapping | None:
-        """Keep a mapping; return the mapping that it replaces, or None."""
+        """Keep a mapping, unless this is closed; needs the lock.
+
+        Return an older mapping of the same inode, which the caller must unpin, or None.
+        """
         self._uses += 1
         if self._closed:
             return None
@@ -230,9 +260,12 @@ class KeptMappings:
         return before
 
     def sweep(self, needed: Iterable[int]) -> None:
-        """Drop mappings whose owner has closed the file, or that were long unused.
+        """Drop mappings that are of no use any longer, except those in ``needed``.
 
-        :param needed: inodes of files whose mappings stay.
+        Their owner has closed the file, or they were not used for :data:`KEPT_USES`
+        versions.
+
+        :param needed: inodes of files.
         """
         wanted = set(needed)
         dropped: list[Mapping] = []
@@ -248,7 +281,8 @@ class KeptMappings:
         self._let_go(dropped)
 
     def drop(self, inode: int) -> None:
-        """Drop the mapping of file ``inode``, which will not be filled again."""
+        """Drop the mapping of the file ``inode``, because it will not be filled
+        again."""
         with self._lock:
             found = self._kept.pop(inode, None)
             if found is not None:
@@ -256,7 +290,7 @@ class KeptMappings:
         self._let_go([found] if found is not None else [])
 
     def _let_go(self, dropped: list[Mapping]) -> None:
-        """Unpin dropped mappings, on a thread if some are pinned."""
+        """Unpin mappings that were dropped, on a new thread, as that takes long."""
         if any(one.pinned for one in dropped):  # unpinning takes long
             thread = threading.Thread(target=_unpin, args=(dropped,), name="replicas unpin", daemon=True)
             try:
@@ -267,7 +301,10 @@ class KeptMappings:
             self._unpinning = [*(one for one in self._unpinning if one.is_alive()), thread]
 
     def close(self) -> None:
-        """Drop all mappings, and stop keeping mappings."""
+        """Drop and unpin all mappings, and keep none from now on.
+
+        Wait for the unpinning.
+        """
         with self._lock:
             self._closed = True
             dropped = list(self._kept.values())
@@ -284,6 +321,6 @@ class KeptMappings:
 
 
 def _unpin(mappings: Iterable[Mapping]) -> None:
-    """Unpin all these mappings; this takes long."""
+    """Unpin all these mappings; blocks, about as long as a copy of them takes."""
     for mapping in mappings:
         mapping.unpin()

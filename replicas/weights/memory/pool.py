@@ -40,14 +40,17 @@ WORKER_LOOKED_AT_S = 1.0
 class Pool:
     """Buffers for the slots of one arena. Every method is thread-safe.
 
-    :param name: names its memory in ``/proc/PID/maps``.
-    :param retired: how many buffers may be retired at a time.
-    :param device: UUID of the GPU for the bytes; empty for host memory.
     :ivar pinning: pin preallocated host memory.
     :ivar left: closed buffers whose files were shown.
     """
 
     def __init__(self, name: str, retired: int, device: str = "") -> None:
+        """Begin without buffers.
+
+        :param name: names its memory in ``/proc/PID/maps``.
+        :param retired: how many buffers may be retired at a time.
+        :param device: UUID of the GPU for the bytes; empty for host memory.
+        """
         self.device = device
         self.pinning = False
         self._name = name
@@ -65,7 +68,11 @@ class Pool:
         self.still_mapped = StillMapped(name, retired)
 
     def prepare(self, nbytes: int, count: int) -> None:
-        """Allocate up to ``count`` spare buffers in the background, if they fit."""
+        """Have a thread allocate up to ``count`` spare buffers, for later versions.
+
+        Does not wait; stops where they do not fit. Small buffers are not allocated
+        ahead of time. :param nbytes: of each.
+        """
         if nbytes < PREPARED_NBYTES:
             return
         with self._changed:
@@ -80,11 +87,11 @@ class Pool:
                     self._worker = None
 
     def _missing(self) -> bool:
-        """Return True if further spares are to be allocated. Needs the lock."""
+        """Return True if the thread must allocate another buffer. Needs the lock."""
         return not self._closed and sum(buffer.nbytes == self._nbytes for buffer, _ in self._spare) < self._wanted
 
     def _work(self) -> None:
-        """Allocate spare buffers until enough exist; the thread's function."""
+        """Allocate spare buffers until there are enough; the thread's function."""
         while True:
             with self._changed:
                 if not self._missing():
@@ -97,7 +104,7 @@ class Pool:
                 if self.pinning:
                     buffer.pin()
             except (WorldError, AllocationStopped) as error:
-                logger.info("%s: not allocating memory ahead of time: %s", self._name, error)
+                logger.info("%s: going on without memory allocated ahead of time: %s", self._name, error)
                 with self._changed:
                     self._wanted = 0
                 continue
@@ -114,12 +121,13 @@ class Pool:
                 self._changed.notify_all()
 
     def claim_buffer(self, nbytes: int, slots: int, *, alone: bool = False) -> Buffer:
-        """Return a buffer of exactly ``nbytes``, claimed for writing; it may block.
+        """Return a buffer of exactly ``nbytes``, locked for writing (claimed).
 
-        It is a spare one, or is allocated.
+        It is a spare one, or is allocated here, which may block.
 
-        :param slots: number of slots, for a warning that fewer fit.
-        :param alone: it may be closed to writers of other processes.
+        :param slots: number of the arena's slots, for a warning if fewer fit.
+        :param alone: only this process writes to it, so it may be sealed against
+            others.
         :raises NoCapacity: too little memory is left.
         """
         with self._changed:
@@ -145,7 +153,10 @@ class Pool:
         return found
 
     def retire(self, buffer: Buffer) -> bool:
-        """Keep ``buffer`` for its readers; return False if too many are kept."""
+        """Take over a buffer that processes still read, until they are done with it.
+
+        Return False, and do nothing, if too many are kept already.
+        """
         with self._changed:
             self._sweep()
             if len(self._retired) >= self._cap:
@@ -154,13 +165,15 @@ class Pool:
             return True
 
     def close_shown(self, buffer: Buffer) -> None:
-        """Close a buffer whose file was shown to a user; readers keep its memory."""
+        """Close a buffer whose file a user has seen; readers keep its memory."""
         inode = buffer.place.inode
         buffer.close()
         self.still_mapped.add(inode, buffer.nbytes)
 
     def count_version(self, bare: int) -> None:
-        """Count a version; reuse retired buffers without readers, close old spares.
+        """Count one more version; make buffers spare that are no longer read.
+
+        Close spare buffers that were not needed for some versions.
 
         :param bare: the number of slots without memory, for which spares are kept.
         """
@@ -174,7 +187,7 @@ class Pool:
                     spare[0].close()
 
     def close(self) -> None:
-        """Close all buffers; an allocation in progress ends soon."""
+        """Close all buffers, spare and retired; an allocation in progress ends soon."""
         with self._changed:
             self._closed = True
             for buffer in [*(buffer for buffer, _ in self._spare), *self._retired]:
@@ -190,14 +203,21 @@ class Pool:
             return tuple(self._retired)
 
     def _allocate(self, nbytes: int, stop: Callable[[], bool] = lambda: False) -> Buffer:
-        """Return a new buffer, not yet claimed; raise as :meth:`Buffer.allocate`."""
+        """Allocate a buffer, which is not claimed yet.
+
+        :param stop: asked meanwhile; returns True to give up.
+        :raises NoCapacity: too little memory is left.
+        """
         with self._changed:
             self._made += 1
             name = f"{self._name}-{self._made}"
         return Buffer.allocate(nbytes, name, stop=stop, device=self.device)
 
     def _allocate_last(self, nbytes: int) -> Buffer:
-        """Allocate a buffer; a NoCapacity error also names readers that keep memory."""
+        """Allocate a buffer when there are no spares left to free.
+
+        :raises NoCapacity: it does not fit; the text names processes that keep memory.
+        """
         try:
             return self._allocate(nbytes)
         except NoCapacity as error:
@@ -207,7 +227,12 @@ class Pool:
             raise NoCapacity(f"{error.message}; {left}", hint=error.hint) from error
 
     def _take_spare(self, nbytes: int, *, alone: bool) -> Buffer | None:
-        """Return a spare buffer, claimed and removed, or None. Needs the lock."""
+        """Remove a spare buffer of this size and return it, claimed; None without one.
+
+        Needs the lock.
+
+        :param alone: one that is sealed against writers of other processes will do.
+        """
         self._sweep()
         for spare in self._spare:
             buffer = spare[0]
@@ -219,7 +244,10 @@ class Pool:
         return None
 
     def _sweep(self) -> None:
-        """Make unread retired buffers spare, close shown ones. Needs the lock."""
+        """Make retired buffers (left to readers) spare if they are no longer read.
+
+        Close those whose file was shown meanwhile. Needs the lock.
+        """
         for buffer in list(self._retired):
             claim = buffer.claim()
             if claim == "shown":
@@ -231,7 +259,7 @@ class Pool:
                 self._changed.notify_all()
 
     def _warn(self, nbytes: int, slots: int) -> None:
-        """Log, once for each size, that fewer than ``slots`` buffers fit."""
+        """Log, once for each size, that fewer than ``slots`` buffers of it fit."""
         if nbytes in self._warned or nbytes < PREPARED_NBYTES:
             return
         self._warned.add(nbytes)
@@ -242,6 +270,6 @@ class Pool:
         fit = available // nbytes + sum(buffer.nbytes == nbytes for buffer, _ in self._spare)
         if fit < slots:
             logger.warning(
-                "%s: only %d of %d slots of %d bytes fit: %s leaves %d. Free memory, raise the limit, or lower `slots`",
+                "%s: going on with %d of %d slots of %d bytes: %s leaves %d. Free memory, raise the limit, or lower `slots`",
                 *(self._name, fit, slots, nbytes, limit, available),
             )

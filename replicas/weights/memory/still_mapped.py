@@ -19,13 +19,14 @@ logger = Log("replicas.weights")
 
 
 class StillMapped:
-    """Closed memory of one arena whose file was shown to users. Thread-safe.
-
-    :param name: of the arena, for the log.
-    :param usual: how many such versions may be mapped without a warning.
-    """
+    """Closed memory of one arena whose file was shown to users. Thread-safe."""
 
     def __init__(self, name: str, usual: int) -> None:
+        """Begin with no memory recorded.
+
+        :param name: of the arena, for the log.
+        :param usual: how many such versions may be mapped without a warning.
+        """
         self._name = name
         self._usual = usual
         self._lock = threading.Lock()
@@ -34,7 +35,12 @@ class StillMapped:
         self._looking: threading.Thread | None = None
 
     def add(self, inode: int, nbytes: int) -> None:
-        """Record closed memory; with much of it, have a thread look for its readers."""
+        """Record that memory was closed here whose file users may still have mapped.
+
+        If there is much of it, a thread looks for the processes that map it.
+
+        :param inode: of its file.
+        """
         with self._lock:
             self._nbytes[inode] = nbytes
             if len(self._nbytes) < self._look_at or self._looking is not None:
@@ -48,7 +54,11 @@ class StillMapped:
             self._looking = None
 
     def text(self) -> str:
-        """Describe the versions that are still mapped, and by whom; "" if none are."""
+        """Return a text about the versions that are still mapped, and by whom.
+
+        Return "" if none are. Reads the mappings of all processes: a millisecond for a
+        large one. Memory that is no longer mapped is forgotten.
+        """
         with self._lock:
             known = dict(self._nbytes)
         found = mappers(known) if known else {}
@@ -64,7 +74,7 @@ class StillMapped:
         return f"{versions} whose `path` was read are still mapped by {named(found)}"
 
     def _warn_if_many(self) -> None:
-        """Log a warning with the processes that map more versions than usual."""
+        """Log the processes that map more versions than usual; a thread's function."""
         try:
             text = self.text()
         finally:

@@ -487,7 +487,7 @@ REFUSED: list[tuple[dict[str, Any], type[errors.ReplicasError], str]] = [
     ({"group": "judge"}, errors.UnknownChannel, 'group "judge" has no part in channel "policy"'),
     ({"token": "wrong"}, errors.UsageError, "does not accept the token"),
     ({"rank": 3}, errors.UsageError, "rank 3 is not in a world of 1"),
-    ({"run": "other"}, errors.UsageError, 'the member belongs to run "other"'),
+    ({"run": "other"}, errors.UsageError, 'this program belongs to run "other"'),
     ({"endpoint": "nowhere"}, errors.UsageError, "join: endpoint must be host:port, not 'nowhere'"),
 ]
 
@@ -527,7 +527,7 @@ async def test_bad_arguments_of_publish() -> None:
             trainer.barrier()
         assert (await publish(trainer, {})).nbytes == 0
         await asyncio.to_thread(trainer.close)
-        with pytest.raises(errors.UsageError, match="the channel is closed"):
+        with pytest.raises(errors.UsageError, match="channel policy is closed"):
             trainer.publish({})
 
 

@@ -114,7 +114,7 @@ def test_a_coordinator_in_a_thread_lives_until_it_is_closed() -> None:
         where: dict[str, Any] = {"endpoint": one.endpoint, "token": one.token}
         with replicas.join("policy", **where, group="trainer") as trainer:
             assert trainer.publish(walked_weights()).wait(timeout=60).version == 1
-    with pytest.raises(errors.UsageError, match="started in a thread before"):
+    with pytest.raises(errors.UsageError, match="was started before"):
         started.start()
     for one in (started, entered, started):
         one.close()

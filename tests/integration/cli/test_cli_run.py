@@ -144,7 +144,7 @@ def test_an_operators_day(run: Run, replicas: Cli) -> None:
     assert len(replicas("events", "-n", "3").splitlines()) == 3
     behind = decode(replicas("events", "--after", "4", "--json").splitlines()[0].encode())
     assert behind == events[4]
-    assert "[+] run       supervised by process" in replicas("doctor", "run.toml")
+    assert "[+] run       the run is supervised by process" in replicas("doctor", "run.toml")
 
     run.config.write_text(run.config.read_text().replace("replicas = 2", "replicas = 2\nenv = { NEW = '1' }"))
     assert replicas("reload") == "reloaded; changed: a\n"
@@ -192,7 +192,7 @@ def test_two_runs_are_started_in_the_background_and_waited_for(tmp_path: Path, r
             assert process.returncode == 0, lines
             said += "\n".join(lines)
         assert re.search(
-            r"control: listening on port \d+, because 9477 is in use: Address already in use by process \d+ \(", said
+            r"serving the control port on \d+, because 9477 is in use: Address already in use by process \d+ \(", said
         )
 
 
@@ -219,7 +219,7 @@ def test_over_tcp_orders_need_the_token_and_errors_help(run: Run, replicas: Cli,
 
     assert Client(endpoint).status().run == "test"
     replicas("scale", "a", "1", "--endpoint", endpoint, code=exit_codes.USAGE)
-    assert "takes no orders from here: this needs an operator's token" in replicas.err
+    assert "refuses orders from here: an order needs an operator's token" in replicas.err
     assert "give --token-file" in replicas.err
     with pytest.raises(UsageError, match="wrong token"):
         Client(endpoint, token="wrong").order(Scale(group="a", replicas=1))

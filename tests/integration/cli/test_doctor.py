@@ -77,11 +77,11 @@ def test_leftovers_of_a_dead_run(
     folder: Path, leftover: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = diagnosed(capsys, 1)
-    assert "its supervisor was killed; it left endpoint.json, token" in found["run"][0]["text"]
+    assert "the run's supervisor was killed; it left endpoint.json, token" in found["run"][0]["text"]
     (one,) = found["leftovers"]
     assert one["state"] == "problem"
     assert one["text"].startswith(f"process {leftover.pid} (found by its identity): {sys.executable} -c input()")
-    assert one["remedy"] == "the next start of this run kills it"
+    assert one["remedy"] == "the next start of this run kills this process"
     assert alive(leftover.pid)
     monkeypatch.setattr(looks, "supervisor_of", lambda _: os.getpid())  # it lives, and could never write its state
     monkeypatch.setattr(RunAddress, "status", lambda _: mock.Mock(nodes=()))
@@ -105,7 +105,7 @@ def test_what_a_start_takes_over_is_no_leftover(
     assert [one["state"] for one in found["leftovers"]] == ["ok"]
     (run,) = found["run"]
     assert run["state"] == "note"
-    assert run["text"].startswith("it has no supervisor, but 1 of its processes live, state in ")
+    assert run["text"].startswith("the run has no supervisor, but 1 of its processes live, state in ")
 
 
 def test_a_held_port_and_its_holder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

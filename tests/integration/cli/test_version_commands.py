@@ -136,7 +136,10 @@ def test_a_candidate_can_be_put_and_had_before_anybody_serves_it(run: Run, comma
         command("get", "steered", "--version", "1", "-o", "x")
         assert load_file("x")["w"].tolist() == [1.0] * 8
         said = command("put", "ones", "steered", "--wait", "100ms", code=1)[1]
-        assert "version 2 is not served within 0.1 s: it is the candidate (replicas promote steered serves it)" in said
+        assert (
+            "version 2 is not served within 0.1 s: that version is the candidate (replicas promote steered serves it)"
+            in said
+        )
         command("promote", "steered")
         with rollout.receive(deadline=60).wait() as update:
             assert update.version == 2

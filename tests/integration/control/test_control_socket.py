@@ -99,7 +99,7 @@ async def test_the_socket_of_a_living_run_is_not_taken(tmp_path: Path) -> None:
                 pass
         await asyncio.to_thread(orphans.remove_socket, path)
         assert (await asyncio.to_thread(Client(f"unix:{path}").status)).run == "grpo"
-        with pytest.raises(errors.Disconnected, match='run "dead" is gone: run "grpo" is at its address now'):
+        with pytest.raises(errors.Disconnected, match='run "dead" has ended: run "grpo" is at its address now'):
             await asyncio.to_thread(Client(f"unix:{path}", run="dead").order, Scale(group="a", replicas=0))
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(path))

@@ -87,9 +87,9 @@ async def test_joining_an_unknown_channel(coordinator: Coordinator) -> None:
 
 async def test_what_a_hello_can_be_refused_for(coordinator: Coordinator) -> None:
     wrong_run = await refusal(Client(coordinator, run="other"))
-    assert wrong_run.message == 'the member belongs to run "other", this coordinator serves run "embedded"'
+    assert wrong_run.message == 'this program belongs to run "other", and the coordinator serves run "embedded"'
     protocol = await refusal(Client(coordinator, protocol=99))
-    assert protocol.message == f"the member speaks protocol 99, the coordinator {wire.PROTOCOL}"
+    assert protocol.message == f"this program speaks protocol 99 of replicas, the coordinator protocol {wire.PROTOCOL}"
     group = await refusal(Client(coordinator, group="router"))
     assert (group.kind, group.message) == ("UnknownChannel", 'group "router" has no part in channel "policy"')
     rank = await refusal(Client(coordinator, rank=3, world_size=2))
@@ -261,9 +261,9 @@ async def test_a_member_that_is_silent_for_its_lease_is_fenced(coordinator: Coor
     refused = await member.until(wire.Refused)
     beating.cancel()
     assert refused.error.kind == "Fenced"
-    assert refused.error.message == "rollout/0/0 was declared lost (lease)"
+    assert refused.error.message == "rollout/0/0 was declared lost (no heartbeat came within heartbeat_timeout)"
     late = await refusal(Client(coordinator, resume_term=welcome.term))
-    assert late.message == "rollout/0/0 was declared lost while it could not be heard"
+    assert late.message == "rollout/0/0 was declared lost while it was disconnected"
 
 
 async def test_a_second_join_of_one_rank_fences_the_first(coordinator: Coordinator) -> None:
@@ -286,7 +286,7 @@ async def test_a_rank_that_was_replaced_between_two_connections_is_told_so(coord
     await first.socket.close()
     assert isinstance(await Client(coordinator, incarnation="two").join(), wire.Welcome)
     late = await refusal(Client(coordinator, process=Client.process(2), resume_term=welcome.term))
-    assert late.message == "another process joined as rollout/0/0 while this one could not be heard"
+    assert late.message == "another process joined as rollout/0/0 while this one was disconnected"
 
 
 async def test_a_port_in_use() -> None:
@@ -298,14 +298,14 @@ async def test_a_port_in_use() -> None:
             async with Coordinator(CHANNELS, port=port):
                 pass
         assert str(control.value) == (
-            f"control: cannot listen on 127.0.0.1:{port}: Address already in use by {holder} "
+            f"control port: cannot listen on 127.0.0.1:{port} (Address already in use by {holder}) "
             "(choose another [control] listen, or leave it out: the run then takes any free port)"
         )
         with pytest.raises(errors.WorldError) as store:
             async with Coordinator(CHANNELS, store_port=port):
                 pass
         assert str(store.value) == (
-            f"store: cannot listen on 127.0.0.1:{port}: Address already in use by {holder} "
+            f"rendezvous store: cannot listen on 127.0.0.1:{port}: Address already in use by {holder} "
             "(choose another [store] port, or 0 to let the kernel choose)"
         )
 
@@ -369,7 +369,7 @@ async def test_a_process_that_ends_is_lost_even_if_its_socket_stays_open(
     await member.join()
     child.kill()
     refused = await member.until(wire.Refused)
-    assert refused.error.message == "rollout/0/0 was declared lost (exited)"
+    assert refused.error.message == "rollout/0/0 was declared lost (its process ended)"
 
 
 async def test_the_last_words_of_a_process_are_heard(

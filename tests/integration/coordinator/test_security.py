@@ -208,7 +208,7 @@ async def test_a_session_without_a_hello_is_closed(coordinator: Coordinator, mon
     with pytest.raises(ConnectionClosed) as caught:
         await client.next()
     assert caught.value.rcvd is not None
-    assert (caught.value.rcvd.code, caught.value.rcvd.reason) == (1008, "no Hello within 0 s")
+    assert (caught.value.rcvd.code, caught.value.rcvd.reason) == (1008, "no first message (Hello) within 0 s")
     await counted(coordinator, "timeout")
 
 

@@ -68,7 +68,9 @@ async def test_a_group_whose_card_was_changed(server: str, harm: Callable[[Any, 
         for rank in (0, 1):
             await wait_until(partial(stranger.check, [f"harmed/card/{rank}"]), "a card")
         harm(stranger, "harmed/card/1")
-        with pytest.raises(SidecarFailed, match="another client writes into the store") as found:
+        with pytest.raises(
+            SidecarFailed, match="a process other than a member writes into the rendezvous store"
+        ) as found:
             async with asyncio.timeout(20):
                 await first[1]
         assert (found.value.kind, found.value.members, found.value.over) == ("StoreTampered", (), True)

@@ -174,7 +174,7 @@ async def test_a_version_that_does_not_fit_is_refused_and_the_server_goes_on_wit
         assert "no parameter is called misfit" in receipt.not_loaded["rollout/0"]
         await served(engine, 3)
         assert not task.done()
-        assert "refusing version 2, the server continues without it" in caplog.text
+        assert "refusing version 2, and serving the one before" in caplog.text
 
 
 async def test_with_several_workers_no_version_is_tried_as_its_end_is_an_error() -> None:

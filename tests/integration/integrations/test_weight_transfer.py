@@ -86,7 +86,7 @@ async def test_figures_survive_a_wrapped_iterator_or_their_loss_is_said(
         for _ in range(2):
             await asyncio.to_thread(sync)
         assert ("replicas/version" in trainer._metrics["train"]) == is_wrapped
-        assert caplog.text.count("not logging the figures of syncs") == (not is_wrapped)
+        assert caplog.text.count("not logging the times of syncs") == (not is_wrapped)
         await asyncio.to_thread(transfer.destroy)
 
 
@@ -134,7 +134,8 @@ async def test_a_load_that_was_refused_is_logged_and_is_a_figure(caplog: pytest.
                 await syncing
         assert "is not loaded everywhere" in caplog.text
         assert (
-            "rollout/0 did not load; it keeps older weights or is restarted: version 1: no weights for b" in caplog.text
+            "going on without rollout/0, which keeps older weights or is restarted: version 1: no weights for b"
+            in caplog.text
         )
         logged = trainer._metrics["train"]
         assert logged["replicas/load_failed"] == logged["replicas/not_loaded"] == [1.0]

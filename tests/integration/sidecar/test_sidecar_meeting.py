@@ -63,9 +63,9 @@ async def test_members_of_several_local_addresses_reach_each_other(server: str) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"backend": "nccl"}, r"builds a group of backend (gloo|nccl), \S+ one of backend (gloo|nccl)"),
-        ({"size": 2}, r"builds a group of size (2|3), \S+ one of size (2|3)"),
-        ({"size": 4}, r"builds a group of size (3|4), \S+ one of size (3|4)"),
+        ({"backend": "nccl"}, r"builds a process group of backend (gloo|nccl), \S+ one of backend (gloo|nccl)"),
+        ({"size": 2}, r"builds a process group of size (2|3), \S+ one of size (2|3)"),
+        ({"size": 4}, r"builds a process group of size (3|4), \S+ one of size (3|4)"),
     ],
     ids=["backend", "smaller", "larger"],
 )
@@ -90,7 +90,7 @@ async def test_an_address_of_another_machine(server: str) -> None:
             [build(three, rank, "foreign", addresses=addresses, address=addresses[rank]) for rank in range(3)]
         )
         for error in errors:
-            assert str(error) == "rollout/0/0 cannot bind its address 192.0.2.7: Cannot assign requested address"
+            assert str(error) == "rollout/0/0 cannot listen at its address 192.0.2.7 (Cannot assign requested address)"
             assert (error.kind, error.members) == ("Preflight", ("rollout/0/0",))
             assert "not through a tunnel" in error.hint
 

@@ -137,7 +137,7 @@ def test_a_target_killed_in_the_middle_of_a_sync(tmp_path: Path, out: Path) -> N
         pidfd = os.pidfd_open(victim)
         os.kill(sidecar, signal.SIGSTOP)
         start(run, 2)
-        eventually(lambda: _moving(run), "version 2 is on its way")
+        eventually(lambda: _moving(run), "version 2 of policy is being transferred")
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         os.close(pidfd)
         eventually(lambda: len(lines(out / "receipts-0.jsonl")) == 2, "version 2 commits over the survivor")

@@ -64,7 +64,7 @@ def test_ignored_and_blocked_signals(tmp_path: Path) -> None:
         daemon, blocked = first_line(run, "a/0")
         assert int(blocked, 16) == 0
         os.kill(run.find("replicas.supervisor.shim.shim"), signal.SIGKILL)
-        run.wait_line("a/0: the shim of node 0 was killed by SIGKILL")
+        run.wait_line("a/0: the shim on node 0, which watches the ranks, was killed by SIGKILL")
         first_line(run, "a/0", 2)
         assert not alive(int(daemon))
         run.end()
@@ -163,7 +163,9 @@ def test_nohup_keeps_a_run_when_its_terminal_is_closed(tmp_path: Path) -> None:
         first_line(run, "a/0")
         pid = supervisor_of(run)
         os.close(ours)
-        eventually(lambda: "SIGHUP: in use" in (tmp_path / "log").read_text(), "a config that is read again")
+        eventually(
+            lambda: "SIGHUP: the new config is in use" in (tmp_path / "log").read_text(), "a config that is read again"
+        )
         assert alive(pid)
         assert not run.status().draining
         os.kill(pid, signal.SIGTERM)
@@ -187,7 +189,7 @@ def refused(tmp_path: Path, *command: str) -> str:
 @needs_users
 def test_a_network_without_its_loopback_device(tmp_path: Path) -> None:
     said = refused(tmp_path, "unshare", "--net", *DAEMON)
-    assert "store: 127.0.0.1 cannot be reached from this machine itself: Network is unreachable" in said
+    assert "rendezvous store: 127.0.0.1 cannot be reached from this machine itself: Network is unreachable" in said
     assert "ip link set lo up" in said
 
 

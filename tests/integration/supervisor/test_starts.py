@@ -53,7 +53,7 @@ def test_a_start_that_hangs_is_given_up(
 def test_a_store_that_ends_at_its_start_is_no_matter_of_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with with_a_store_that(tmp_path, "os._exit(3)", monkeypatch) as run:
         assert run.wait() == 2
-        assert "store: the store process ended with code 3 before it listened" in run.lines[-1]
+        assert "rendezvous store: its process ended with code 3 before it listened" in run.lines[-1]
         assert "port" not in run.lines[-1]
         run.assert_nothing_left()
 
@@ -76,5 +76,5 @@ def test_whoever_waits_for_a_run_can_give_up(tmp_path: Path) -> None:
     waiting.given_up.set()
     thread.join(20)
     assert not thread.is_alive()
-    assert [str(one) for one in ended] == [f"the start in {tmp_path} was given up"]
+    assert [str(one) for one in ended] == [f"the start of the run in {tmp_path} was cancelled"]
     holder.release()

@@ -56,7 +56,7 @@ def test_a_drain_waits_for_a_sync_and_everything_answers_meanwhile(tmp_path: Pat
                     assert answer.read()
                 took.append(time.monotonic() - began)
         assert statistics.median(took) < 0.1
-        assert replica(run, "rollout/0").reason == "the run ends; policy: loads version 1"
+        assert replica(run, "rollout/0").reason == "the run ends; present work: it loads version 1 of policy"
         assert replica(run, "trainer/0").state == "ready", "it ends after those that depend on it"
         gate.touch()
         assert run.wait(timeout_s=60) == 0

@@ -40,7 +40,7 @@ def test_a_killed_part_of_a_replica_takes_its_generation_with_it_and_no_other(tm
         if victim == "daemon":  # a grandchild that dies is the program's own business
             assert alive(rank)
         else:
-            reason = {"shim": "the shim of node 0", "rank": "rank 0"}[victim]
+            reason = {"shim": "the shim on node 0", "rank": "rank 0"}[victim]
             run.wait_line(f"a/0: {reason} was killed by SIGKILL")
             run.wait_line("a/0: starting (generation 2)", timeout_s=10)
             assert not any(map(alive, [shim, rank, *daemons]))
@@ -112,7 +112,7 @@ def test_the_parts_of_a_torchrun_replica_one_after_the_other(tmp_path: Path) -> 
         launcher = main_pid(run, 0)
         shim = parent_of(launcher)
         kill(shim)
-        run.wait_line("a/0: the shim of node 0 was killed by SIGKILL")
+        run.wait_line("a/0: the shim on node 0, which watches the ranks, was killed by SIGKILL")
         run.wait_line("a/0: starting (generation 4)", timeout_s=10)
         assert not any(map(alive, [*daemons, launcher]))
         assert run.status().groups[0].restarts == {"signal": 1, "lost": 2}

@@ -45,11 +45,11 @@ def test_a_replica_is_restarted_with_backoff_until_the_budget_is_spent(tmp_path:
         "bad/0: failed: rank 0 exited with code 1: ValueError: boom; all restarts are used (2 in 600 s); "
         "the run ends; logs: " in lines
     )
-    assert "group bad failed: replica bad/0" in lines
+    assert "group bad failed with replica bad/0" in lines
     last = decode((run.state_dir / "events.jsonl").read_bytes().splitlines()[-1]).event
     assert isinstance(last, RunEnded)
     assert last.reason.startswith(
-        "group bad failed: replica bad/0: rank 0 exited with code 1: ValueError: boom; all restarts"
+        "group bad failed with replica bad/0: rank 0 exited with code 1: ValueError: boom; all restarts"
     )
     assert run.log("bad/0", generation=3).read_text().endswith("ValueError: boom\n")
 
@@ -81,7 +81,7 @@ def test_sigterm_drains_and_nothing_is_left(tmp_path: Path) -> None:
         assert run.wait() == CUT
         assert time.monotonic() - start < 10
         assert any("b/0: stopped: killed 1 s after SIGTERM" in line for line in run.lines)
-        assert "exit code 4: killed or left behind, because not ended in time: b/0" in run.lines[-1]
+        assert "exit code 4: killed, as they had not ended in time: b/0" in run.lines[-1]
         run.assert_nothing_left(*ports)
         assert not any(map(alive, pids))
 

@@ -62,7 +62,7 @@ def test_what_each_role_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             }
             with pytest.raises(UsageError, match="operator's token"):
                 member.order(kind(**needed))
-        with pytest.raises(UsageError, match="a member's token does not permit this"):
+        with pytest.raises(UsageError, match="a member's token does not permit orders"):
             next(member.logs({}))
         for command in (["status"], ["scale", "a", "2"]):
             assert (
@@ -179,14 +179,14 @@ def test_tokens_that_are_made_before_their_run(tmp_path: Path, capsys: pytest.Ca
         assert JoinToken.parse(token_of(run)).key == PortKey.configured(folder / "key.pem").hash
         for role, name in (("member", "token"), ("operator", "operator-token")):
             assert token_of(run, role) == (folder / name).read_text().strip()
-        with pytest.raises(UsageError, match="replace the file first, then rotate"):
+        with pytest.raises(UsageError, match="put a new token into the file first, then rotate"):
             Client(f"unix:{run.state_dir / 'control.sock'}").order(TokensOrder(role="member", rotate=True))
         stop(run)
     (folder / "key.pem").unlink()
     head = head.replace(f'certificate = "{folder / "key.pem"}"\n', "")
     with running(tmp_path, EXTERNAL, head=head) as run:
         assert run.wait() != 0
-    assert any("names another key than that of the control port" in line for line in run.lines)
+    assert any("was made for another key than the control port has" in line for line in run.lines)
 
 
 def test_new_tokens_reach_agents_and_what_runs_on_their_nodes(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def control_group(delegated: bool) -> Iterator[str]:
         yield f"mount -o bind,ro {root} {root}" if root is not None else ""
         return
     if root is None:
-        pytest.skip("this machine has no control groups of version 2")
+        pytest.skip("this machine has control groups cannot be made of version 2")
     folder = root / f"replicas-two-users-{os.getpid()}"  # several workers may run these tests
     folder.mkdir()
     (folder / "victim").mkdir()
@@ -164,7 +164,7 @@ def _removed(folder: Path) -> bool:
     return not folder.exists()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["no control groups", "control groups"])
+@pytest.fixture(scope="module", params=[False, True], ids=["control groups cannot be made", "control groups"])
 def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
     with folder_of(VICTIM) as home, control_group(request.param) as before:
         home.chmod(0o755)

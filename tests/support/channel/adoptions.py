@@ -42,7 +42,7 @@ class Adoptions:
                 self._late.discard(key)
 
     def happened(self, event: Event) -> None:
-        if isinstance(event, LoadFailed) and event.reason.startswith("it did not report within"):
+        if isinstance(event, LoadFailed) and event.reason.startswith("this replica did not report within"):
             self._late.add((event.group, event.replica))
 
     def decided(self, message: wire.LoadDecided, channel: ChannelState) -> None:

@@ -276,7 +276,7 @@ def test_the_time_is_up(threads: Threads, data: bytes) -> None:
     with hosts(threads, "trainer/0/0") as (host,):
         host.serves(data, filled=0)
         one, _ = a_pull(threads, len(data))
-        with pytest.raises(Failed, match="the time was up"):
+        with pytest.raises(Failed, match="the deadline passed"):
             run(one, threads, host.holder, timeout_s=0.2)
 
 

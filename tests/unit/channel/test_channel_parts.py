@@ -169,7 +169,7 @@ async def test_however_many_wait_for_loads_the_coordinator_is_asked_once(target:
 
 async def test_a_wait_for_a_version_that_is_not_published_says_so(target: ScriptedWorld) -> None:
     await target.hold(3)
-    absent = r"no version from 999 on is published \(the newest version is 3\) \(see what its source does\)"
+    absent = r"version 999 or a newer one is not published yet \(the newest is 3\) \(see what the source of"
     for pending in (target.watches.loaded(999, 0.01), target.watches.committed(998, 0.01)):
         with pytest.raises(errors.DeadlineExceeded, match=absent):
             await pending
@@ -273,7 +273,9 @@ async def test_an_operation_that_hears_nothing_ends_by_itself(
     with pytest.raises(errors.DeadlineExceeded):
         await pending
     target.tell(go)
-    assert "the call 1 of rollout/0/0 has ended" in (await target.session.next(wire.OperationFailed)).error.message
+    assert (
+        "the call number 1 of rollout/0/0 has ended" in (await target.session.next(wire.OperationFailed)).error.message
+    )
     sidecar.gate.set_result(None)
     pending, go = await posted(target, tensor, 60.0)
     target.tell(go)

@@ -123,7 +123,7 @@ async def test_another_number_for_a_publish_that_had_one_is_a_bug(source: Script
     job = await packed(source, 5)
     source.new_coordinator()
     source.tell(wire.PublishAdmitted(1, 6))
-    with pytest.raises(errors.InternalError, match="publish 1 was version 5, and is now version 6"):
+    with pytest.raises(errors.InternalError, match="publish number 1 was version 5, and is now version 6"):
         await job.pending
 
 
@@ -207,7 +207,7 @@ async def test_a_commit_or_discard_settles_it_when_no_verdict_comes(
         assert (found.version, found.nbytes) == (5, MANIFEST.image_nbytes)
     else:
         assert isinstance(found, errors.SyncError)
-        assert "version 5 was discarded" in str(found)
+        assert "version 5 was not committed, and never will be" in str(found)
     assert pins(source) == ({5: 0} if committed else {})
 
 

@@ -526,7 +526,7 @@ def test_a_token_that_is_refused_is_said_also_where_the_page_is_public(
     assert cli.main([command, "--endpoint", supervisor[1], "--token-file", "token"]) == 2
     assert capsys.readouterr().err == (
         f"replicas: {supervisor[1]} does not accept the token: wrong token "
-        "(give an operator's with --token-file, or none: state and events are public)\n"
+        "(give an operator's token with --token-file, or none to read state and events, which are public)\n"
     )
 
 
@@ -642,7 +642,7 @@ def test_status_when_the_port_belongs_to_another_run_now(
     handler.answer = msgspec.json.encode(a_status("other"))
     write_endpoint(folder, endpoint)
     assert cli.main(["status", "grpo.toml"]) == 69
-    assert f'run "grpo" is gone: {endpoint} is now the port of run "other"' in capsys.readouterr().err
+    assert f'run "grpo" has ended: {endpoint} is now the port of run "other"' in capsys.readouterr().err
 
 
 class Silent(find.RunAddress):
@@ -685,9 +685,9 @@ def test_the_end_of_a_run_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("code", "answer", "message"),
     [
-        (404, b"", "answered GET /status with 404: Input data was truncated (is it a replicas supervisor"),
-        (200, b"<html>", "answered GET /status with 200: JSON is malformed"),
-        (200, b"{}", "answered GET /status with 200: Object missing required field `run`"),
+        (404, b"", "answered GET /status with HTTP status 404: Input data was truncated (check that a supervisor"),
+        (200, b"<html>", "answered GET /status with HTTP status 200: JSON is malformed"),
+        (200, b"{}", "answered GET /status with HTTP status 200: Object missing required field `run`"),
     ],
 )
 def test_an_answer_of_something_else(

@@ -96,7 +96,8 @@ def test_a_state_folder_of_somebody_else_is_not_trusted(
     assert cli.main(command) == 2
     said = capsys.readouterr().err
     assert (
-        f"replicas: the state folder {state} is not trusted: it belongs to user {ATTACKER}, and this is user 0" in said
+        f"replicas: the state folder {state} cannot be trusted: it belongs to user {ATTACKER}, and this is user 0"
+        in said
     )
     assert "give --endpoint HOST:PORT or unix:PATH, or run this as the user of the supervisor" in " ".join(said.split())
     assert heard(pipe, endpoint) == []
@@ -115,7 +116,7 @@ def test_an_endpoint_file_and_a_token_of_somebody_else_are_not_trusted(
     (folder / "secret").write_text(TOKEN)
     (state / "operator-token").symlink_to(folder / "secret")
     assert cli.main(["status"]) == 2
-    assert f"is not trusted: it is a symbolic link: {state / 'operator-token'}" in capsys.readouterr().err
+    assert f"cannot be trusted: it is a symbolic link: {state / 'operator-token'}" in capsys.readouterr().err
     assert heard(pipe, endpoint) == []
 
 
@@ -125,7 +126,7 @@ def test_a_doctor_says_whose_it_is_and_looks_at_the_machine(folder: Path) -> Non
     os.chown(state, ATTACKER, ATTACKER)
     findings = list(doctor.examine(None, state))
     assert [one.text for one in findings if one.about == "run"] == [
-        f"the state folder {state} is not trusted: it belongs to user {ATTACKER}, and this is user 0"
+        f"the state folder {state} cannot be trusted: it belongs to user {ATTACKER}, and this is user 0"
     ]
     assert {one.about for one in findings} > {"run"}
 

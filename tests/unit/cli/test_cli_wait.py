@@ -143,7 +143,7 @@ def test_it_ends_in_time_and_says_who_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert wait_for(monkeypatch, FakePlace(run_of(READY, STARTING)), "rollout", "-t", "20ms") == 1
-    expected = "replicas: timed out after 20ms: not ready: rollout/1 (has not joined) (replicas status tells why)\n"
+    expected = "replicas: timed out after 20ms: not ready: rollout/1 (has not joined) (replicas status shows why)\n"
     assert capsys.readouterr().err == expected
 
 

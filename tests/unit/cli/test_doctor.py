@@ -58,8 +58,8 @@ def test_a_supervisor_that_starts_has_its_run(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("first", "taken", "state", "words"),
     [
-        (0, 0, "ok", "any free one; where a firewall is between nodes, set it"),
-        (21_700, 0, "ok", "64 of the ports 21700 to 21763 are for carriers here; all nodes must reach them"),
+        (0, 0, "ok", "any free ports; with a firewall between nodes set this key"),
+        (21_700, 0, "ok", "64 of the ports 21700 to 21763 are for carriers here; all nodes must reach these ports"),
         (21_700, 1, "note", "63 of the ports 21700 to 21763 are for carriers here; 21700 is held by process 7 (nginx)"),
         (21_700, PORTS, "problem", "0 of the ports"),
         (65_500, 1, "note", "35 of the ports 65500 to 65535"),

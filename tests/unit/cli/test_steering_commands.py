@@ -72,9 +72,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[VersionOrder]:
         ("rollback policy --to best", orders.Rollback(to="best"), "with the content of version 1"),
         ("hold policy 3 --for 10m", orders.Hold(version="3", seconds=600.0), "evaluation keeps version 3, until "),
         ("hold policy 3 --name a", orders.Hold(version="3", name="a"), "evaluation keeps version 3"),
-        ("release policy a", orders.Release(name="a"), "evaluation no longer keeps version 3"),
-        ("label policy best 3", orders.Label(label="best", version="3"), "evaluation is version 3"),
-        ("label policy best 3 --move", orders.Label(label="best", version="3", move=True), "evaluation is version 3"),
+        ("release policy a", orders.Release(name="a"), "lease evaluation no longer keeps version 3"),
+        ("label policy best 3", orders.Label(label="best", version="3"), "label evaluation points to version 3"),
+        (
+            "label policy best 3 --move",
+            orders.Label(label="best", version="3", move=True),
+            "label evaluation points to version 3",
+        ),
         ("label policy best --remove", orders.Label(label="best", version=""), "evaluation is removed"),
         (
             "score policy 3 reward=0.5 n=2",
@@ -216,10 +220,10 @@ def test_a_wait_ends_with_what_it_waited_for(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(RunAddress, "status", status)
         return wait_until_served(RunAddress(), "policy", 5, limit_s)
 
-    with pytest.raises(SyncError, match="not served within 0 s: it is the candidate") as caught:
+    with pytest.raises(SyncError, match="not served within 0 s: that version is the candidate") as caught:
         wait(a_status(4, 5, {"a": 4}))
     assert "replicas promote policy" in caught.value.hint
-    with pytest.raises(SyncError, match="a target has not loaded it"):
+    with pytest.raises(SyncError, match="a target has not loaded that version yet"):
         wait(a_status(5, 5, {"a": 5, "b": 4}))
     with pytest.raises(SyncError, match="within 0 s: nobody answers"):
         wait(Disconnected("nobody answers"))

@@ -86,4 +86,6 @@ def test_a_pump_is_not_killed_for_a_pause_of_its_shim(pump: PumpWatcher, capfd: 
 
     assert not looks(100.0, int(STUCK_S) - 1)
     assert not looks(200.0, int(STUCK_S) - 1), "time in which the shim did not run counts"
-    assert "killing the log pump, which has read nothing for 3 s" in looks(300.0, int(STUCK_S) + 1)
+    assert "killing the process that writes the logs of the ranks, which has read nothing for 3 s" in looks(
+        300.0, int(STUCK_S) + 1
+    )

@@ -287,7 +287,7 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"targets": ["rollout"]}, "channels.policy: needs sources (and targets), or peers"),
+        ({"targets": ["rollout"]}, "channels.policy: has no members: name its sources (and targets), or its peers"),
         ({"sources": "trainer"}, 'channels.policy.sources: expected a list of group names, got "trainer"'),
         ({"sources": ["trainr"]}, 'channels.policy.sources: there is no group "trainr"; did you mean "trainer"?'),
         ({"peers": ["trainer", "trainer"]}, 'channels.policy.peers: group "trainer" is listed twice'),
@@ -377,7 +377,7 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
         ),
         (
             {**STEERED, "canary": {"group": "rollout", "promote": "scored", "metric": "reward"}},
-            'channels.policy.canary.promote: "scored" needs metric, and min or not_below_current_by',
+            'channels.policy.canary.promote: "scored" needs the key metric, and min or not_below_current_by',
         ),
         (
             {**STEERED, "canary": {"group": "rollout", "min": 0.5}},

@@ -118,7 +118,7 @@ def test_limits_begin_with_the_run() -> None:
 def test_gpus_are_given_out_from_the_start_on() -> None:
     with_gpus = config({"a": {}, "b": {"resources": {"gpus": 1}}})
     assert diff(config(), with_gpus).refused == (
-        "groups.b.resources.gpus: GPUs are assigned from the start on, and running processes may use all of them: "
+        "groups.b.resources.gpus: GPUs can be assigned only at the start of the run, as its processes may use all of them: "
         "end the run and start it again",
     )
     more = config({"a": {"resources": {"gpus": 2}}, "b": {"resources": {"gpus": 1}}})

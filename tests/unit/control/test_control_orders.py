@@ -180,9 +180,9 @@ async def test_each_order_is_carried_out(path: str, body: object, order: tuple[A
 @pytest.mark.parametrize(
     ("headers", "words", "refused"),
     [
-        ({}, "this needs an operator's token", []),
+        ({}, "an order needs an operator's token", []),
         ({"Authorization": "Bearer secre"}, "wrong token", ["token"]),
-        ({"Authorization": "Bearer member"}, "a member's token does not permit this", []),
+        ({"Authorization": "Bearer member"}, "a member's token does not permit orders", []),
     ],
 )
 async def test_no_order_without_the_token(path: str, headers: dict[str, str], words: str, refused: list[str]) -> None:
@@ -206,7 +206,7 @@ async def test_an_order_is_posted(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/scale", b"{", "not a body for /scale"),
+        ("/scale", b"{", "/scale does not take this body"),
         ("/scale", {"group": "a"}, "missing required field `replicas`"),
         ("/scale", {"group": "a", "replicas": "3"}, "Expected `int`, got `str`"),
         ("/restart", {"target": "a", "roling": True}, "unknown field `roling`"),
@@ -426,7 +426,7 @@ async def test_an_order_for_another_run(meant: str, code: int) -> None:
     problem = answer(response).error
     assert (problem is None) == (code == 200) == bool(run.asked)
     if problem is not None:
-        assert str(problem.exception()).startswith('run "other" is gone: run "grpo" is at its address now')
+        assert str(problem.exception()).startswith('run "other" has ended: run "grpo" is at its address now')
 
 
 @pytest.mark.parametrize("after", ["-1", "x", "1e3", "9" * 30])

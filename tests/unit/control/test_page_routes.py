@@ -101,7 +101,7 @@ async def test_the_document_has_no_output_of_a_program_whoever_asks() -> None:
     document = json.loads(found.text)
     assert document["replicas"]["a/0"]["last_exit"] == "rank 0 exited with code 1"
     assert [one["text"] for one in document["marks"].values() if one["kind"] == "exit"] == [
-        "generation 1 ended: failed: rank 0 exited with code 1"
+        "generation 1 failed: rank 0 exited with code 1"
     ]
 
 

@@ -71,7 +71,7 @@ def test_aborted_numbers_are_not_used_again(tmp_path: Path) -> None:
 
 def test_a_second_coordinator_is_refused(tmp_path: Path) -> None:
     first = DecisionLog(tmp_path / "log")
-    with pytest.raises(errors.WorldError, match="in use by another coordinator"):
+    with pytest.raises(errors.WorldError, match="another coordinator uses the decision log"):
         DecisionLog(tmp_path / "log")
     first.close()
     DecisionLog(tmp_path / "log").close()

@@ -502,7 +502,7 @@ def test_too_few_targets_until_the_deadline() -> None:
     error = trainer.error(1)
     assert (error.kind, error.message) == (
         "PeersLost",
-        "version 1 is not committed: 1 target replicas have joined, but min_targets = 2",
+        "version 1 is not committed: 1 target replica joined, and min_targets = 2",
     )
     assert error.hint == "start or wait for more target replicas, or lower min_targets"
     assert first.commits == []
@@ -532,7 +532,7 @@ def test_a_lost_rank_of_a_source_is_what_the_next_publish_needs() -> None:
     world.lose(second)
     world.run()
     error = first.error(1)
-    assert (error.kind, error.hint) == ("PeersLost", "publish again when this rank has joined again")
+    assert (error.kind, error.hint) == ("PeersLost", "publish again when this rank has rejoined")
 
 
 def test_the_deadline_names_who_was_late() -> None:
@@ -901,7 +901,7 @@ def test_a_member_of_before_that_comes_after_its_successor_is_fenced() -> None:
     world.run()
     world.restart()
     second = world.join("rollout/0/0")
-    with pytest.raises(errors.Fenced, match="while this one could not be heard") as caught:
+    with pytest.raises(errors.Fenced, match="while this one was disconnected") as caught:
         world.rejoin(first)
     assert caught.value.hint == "join again"
     assert second.member in world.state.roster

@@ -181,7 +181,7 @@ def test_a_load_that_fails_half_way_counts_as_failed(world: World) -> None:
 def test_a_rollout_without_a_trainer_gives_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refit, "ALONE_S", 0.0)
     world.trainers[0].close()
-    with pytest.raises(errors.SyncError, match="no trainer is on channel 'policy'"):
+    with pytest.raises(errors.SyncError, match="no trainer has joined channel 'policy'"):
         asyncio.run(take(world.rollouts[0]))
 
 

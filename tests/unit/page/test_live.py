@@ -347,7 +347,7 @@ def test_changes_are_told_once() -> None:
     assert found.changes() == {}
     found.feed([record(3, Scaled(group="a", before=2, after=3))])
     patch = found.changes()
-    assert [one["what"] for one in patch["events"].values()] == ["scaled from 2 to 3"]
+    assert [one["what"] for one in patch["events"].values()] == ["scaled from 2 to 3 replicas"]
     assert patch["spans"] == {}
 
 

@@ -332,7 +332,7 @@ class Probed:
 
 def test_a_probe_looks_at_every_value() -> None:
     building._probe(Probed(), 0.0)  # type: ignore[arg-type]  # a fake
-    with pytest.raises(RuntimeError, match="2 of 8192 values"):
+    with pytest.raises(RuntimeError, match="2 of 8192 wrong values"):
         building._probe(Probed(wrong=2), 0.0)  # type: ignore[arg-type]  # a fake
 
 

@@ -63,7 +63,7 @@ def test_each_publish_is_one_walk_to_the_end() -> None:
                 assert {name: tensor.tolist() for name, tensor in update} == {"a": [step] * 3, "b": [[0, 0], [0, 0]]}
         assert (bridge.begun, bridge.ended) == (3, 3)
         bridge.tensors["c"] = torch.ones(1)
-        with pytest.raises(errors.ManifestMismatch, match="'c' is not in the manifest"):
+        with pytest.raises(errors.ManifestMismatch, match="'c' is not in the channel's manifest"):
             trainer.publish(source)
         assert (bridge.begun, bridge.ended) == (4, 4)  # the other ranks' collectives go on
 

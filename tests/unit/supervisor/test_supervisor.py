@@ -66,7 +66,7 @@ def test_a_run_that_starts_has_no_status_yet_and_says_where_to_look(tmp_path: Pa
     with pytest.raises(errors.UsageError, match="is not running"):
         made.status()
     made._context.opened = cast("Coordinator", SimpleNamespace(endpoint="127.0.0.1:1"))
-    with pytest.raises(errors.UsageError, match=r"the run starts at 127\.0\.0\.1:1 \(its log says what"):
+    with pytest.raises(errors.UsageError, match=r"the run still starts at 127\.0\.0\.1:1 \(its log says what"):
         assert made.fleet
 
 
@@ -184,7 +184,7 @@ def test_lines_name_the_log() -> None:
     text = line(step, None)
     assert text == "a/1: rank 0 died; starting again in 1.5 s; logs: replicas logs a/1 -g 2"
     text = line(msgspec.structs.replace(step, resume_s=0.0), None)  # no node may take it
-    assert text == "a/1: rank 0 died; starting again as soon as it can; logs: replicas logs a/1 -g 2"
+    assert text == "a/1: rank 0 died; starting again as soon as possible; logs: replicas logs a/1 -g 2"
 
 
 def test_the_last_word_on_a_healthy_replica_is_that_it_is_ready() -> None:
@@ -200,7 +200,7 @@ def test_the_last_word_on_a_healthy_replica_is_that_it_is_ready() -> None:
     ]
     assert said[1:] == [
         "a/1: ready after 0.0 s",
-        "a/1: not ready: no version of policy loaded yet (newest: 2)",
+        "a/1: not ready (no version of policy loaded yet (newest: 2))",
         "a/1: ready again",
     ]
 

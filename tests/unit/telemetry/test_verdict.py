@@ -232,8 +232,10 @@ def test_a_wait_has_its_end() -> None:
             1008.0,
         ),
         (
-            run(channels=(channel(waits="for 1 of 2 members of the former coordinator", left_s=2.5),)),
-            "policy waits for 1 of 2 members of the former coordinator.",
+            run(
+                channels=(channel(waits="for 1 of 2 members to reconnect after the coordinator's restart", left_s=2.5),)
+            ),
+            "policy waits for 1 of 2 members to reconnect after the coordinator's restart.",
             1002.5,
         ),
     ]

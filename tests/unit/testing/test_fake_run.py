@@ -125,7 +125,7 @@ def test_a_version_that_is_refused_costs_a_replica_nothing_and_the_trainer_is_to
     with pending.wait(20) as update:
         assert update.version == 3
     assert trainer.loaded(3).wait(20) == 3
-    with pytest.raises(errors.UsageError, match="was reported loaded before"):
+    with pytest.raises(errors.UsageError, match="was reported as loaded before"):
         update.refuse("late")
 
 
@@ -249,7 +249,9 @@ def test_an_iterator_that_was_used_up_is_refused_and_the_model_that_follows_is_n
     with pytest.raises(errors.UsageError, match=r"the weights have no tensors \(an iterator gives its tensors once"):
         trainer.publish(used_up, deadline=20).wait(30)
     assert trainer.publish(ONE, deadline=20).wait(30).nbytes > 0
-    with pytest.raises(errors.ManifestMismatch, match=r"'weight' was not given.*an iterator gives its tensors once"):
+    with pytest.raises(
+        errors.ManifestMismatch, match=r"'weight' was not published.*an iterator gives its tensors once"
+    ):
         trainer.publish(used_up, deadline=20).wait(30)
 
 
@@ -262,7 +264,7 @@ def test_nothing_is_left(run: FakeRun) -> None:
         other.freeze(frozen)
         own = replicas.join("policy", endpoint=other.endpoint, token=other.token, group="rollout", replica=2)
         waiting = own.receive()
-    with pytest.raises(errors.UsageError, match="the channel is closed"):
+    with pytest.raises(errors.UsageError, match="channel policy is closed"):
         joined.publish(ONE)
     with pytest.raises(errors.Fenced):
         waiting.wait(20)

@@ -27,7 +27,7 @@ from replicas.trust.tokens import JoinToken, Role, SavedTokens, Tokens
 from replicas.trust.way import way_to
 
 KEY = "0123456789abcdef" * 4
-NO_WORDS = "the token names no key, so the server at 10.0.0.5:9477 cannot be verified"
+NO_WORDS = "the token names no key, so the control port at 10.0.0.5:9477 cannot be verified"
 
 
 def bearer(text: str) -> dict[str, str]:
@@ -182,7 +182,7 @@ def test_tokens_of_files(tmp_path: Path) -> None:
     files.check(KEY)
     with pytest.raises(errors.UsageError, match="another key"):
         files.check("f" * 64)
-    with pytest.raises(errors.UsageError, match=r"is already in use \(replace the file first"):
+    with pytest.raises(errors.UsageError, match=r"is in use already \(put a new token into the file first"):
         files.rotate(tokens, "member")
     given.write_text("second")
     files.rotate(tokens, "member")
@@ -233,7 +233,7 @@ def test_elsewhere_it_does_not(endpoint: str) -> None:
     assert "replicas token" in caught.value.hint
     assert "REPLICAS_CA_FILE" in caught.value.hint
     assert "hunter2" not in str(caught.value)
-    with pytest.raises(errors.UsageError, match="no token given, so the server at "):
+    with pytest.raises(errors.UsageError, match="no token given, so the control port at "):
         way_to(endpoint, "", {})
 
 

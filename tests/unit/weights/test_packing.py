@@ -267,8 +267,8 @@ def test_metadata_of_another_form_is_refused(row: object) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"a": TENSORS["a"]}, "tensor 'b' was not given (1 missing in all)"),
-        (TENSORS | {"c": torch.zeros(1)}, "tensor 'c' is not in the manifest"),
+        ({"a": TENSORS["a"]}, "tensor 'b' was not published (1 missing in all)"),
+        (TENSORS | {"c": torch.zeros(1)}, "tensor 'c' is not in the channel's manifest"),
         (TENSORS | {"a": torch.zeros(3, 2)}, "tensor 'a' is float32[3, 2], the manifest says float32[2, 3]"),
         (TENSORS | {"b": torch.tensor(1.0)}, "tensor 'b' is float32[], the manifest says int64[]"),
     ],

@@ -258,7 +258,7 @@ def test_an_agent_without_its_supervisor_ends_with_the_lease(tmp_path: Path) -> 
         ready(run, "a")
         run.kill()
         assert agents["n1"].wait() == 1
-        assert "the supervisor could not be reached" in agents["n1"].output.read_text()
+        assert "the supervisor cannot be reached" in agents["n1"].output.read_text()
         run.assert_nothing_left(timeout_s=20)
 
 

@@ -77,7 +77,10 @@ async def test_a_shim_that_dies_is_swept_where_exit_codes_are_lost(tmp_path: Pat
         report = await end(LeavesOne, tmp_path)
     finally:
         signal.signal(signal.SIGCHLD, before)
-    assert (report.outcome, report.text) == ("lost", "the shim of node 0 ended before its processes")
+    assert (report.outcome, report.text) == (
+        "lost",
+        "the shim on node 0, which watches the ranks, ended before the ranks",
+    )
 
 
 @pytest.mark.anyio

@@ -120,7 +120,7 @@ def test_a_run_of_external_groups_is_a_coordinator(tmp_path: Path) -> None:
         eventually(lambda: states(run).get("rollout/2") == "ready", "one more than expected")
         # One is killed, and comes back; one more goes.
         first.kill()
-        run.wait_line("rollout/0: rank 0 is lost (exited); free for the next program to join", timeout_s=10)
+        run.wait_line("rollout/0: ended (rank 0: its process ended); free for the next program to join", timeout_s=10)
         more.kill()
         eventually(lambda: "rollout/2" not in states(run), "the end of rollout/2")
         assert others.publish(trainer, 2.5) == "2"

@@ -27,7 +27,9 @@ def test_a_rollout_that_keeps_failing_does_not_end_the_trainer(tmp_path: Path) -
         (tmp_path / "mended").touch()
         client = Client(f"unix:{run.state_dir}/control.sock", timeout_s=60.0)
         assert client.order(ResetFailed()).result == ["rollout/0"]
-        run.wait_line("reset-failed: starting rollout/0; restart budget of rollout restored", timeout_s=90.0)
+        run.wait_line(
+            "reset-failed: starting rollout/0 again; restart budget of group rollout is full again", timeout_s=90.0
+        )
         run.wait_line("rollout/0: finished", timeout_s=90.0)
         assert run.status().groups[1].no_progress_remaining_ratio == 1.0
         run.end()
@@ -38,4 +40,4 @@ def test_a_run_whose_only_rollout_has_failed_for_good_ends(tmp_path: Path) -> No
     with running(tmp_path, text) as run:
         assert run.wait(timeout_s=60.0) == 1
         run.assert_nothing_left()
-    assert any("group rollout failed (0 of 1 replicas are left): replica rollout/0: " in line for line in run.lines)
+    assert any("group rollout failed (0 of 1 replicas are left) with replica rollout/0: " in line for line in run.lines)

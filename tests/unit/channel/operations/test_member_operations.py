@@ -262,7 +262,7 @@ async def test_a_new_coordinator_leaves_only_what_said_done_unknown(world: Scrip
     world.new_coordinator()
     with pytest.raises(errors.OutcomeUnknown, match="all_reduce"):
         await done.pending
-    with pytest.raises(errors.Disconnected, match="it did not happen here"):
+    with pytest.raises(errors.Disconnected, match="did not happen on this peer"):
         await waiting.pending
     following = await call(world)
     assert following.post.unsettled == ("1.3",)
@@ -287,7 +287,7 @@ async def test_what_was_posted_to_nobody_is_posted_to_the_new_coordinator(world:
     world.hub.disconnected("another time")
     world.session.connected = True
     world.new_coordinator()
-    with pytest.raises(errors.Disconnected, match="it did not happen here"):
+    with pytest.raises(errors.Disconnected, match="did not happen on this peer"):
         await made.pending
 
 

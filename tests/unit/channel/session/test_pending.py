@@ -158,7 +158,7 @@ def test_many_waiters_of_all_kinds() -> None:
 
 
 def test_an_unknown_outcome_is_settled_once() -> None:
-    unknown, failure = errors.OutcomeUnknown("?"), errors.SyncError("it did not happen")
+    unknown, failure = errors.OutcomeUnknown("?"), errors.SyncError("which did not happen")
     for settled in (7, failure):
         pending: Promise[int] = Promise("test")
         assert not pending.replace_unknown(1), "it has no outcome yet"
@@ -169,7 +169,7 @@ def test_an_unknown_outcome_is_settled_once() -> None:
         assert not pending.replace_unknown(9)
         assert not pending.settle_by(lambda: 9)
         if settled is failure:
-            with pytest.raises(errors.SyncError, match="it did not happen"):
+            with pytest.raises(errors.SyncError, match="which did not happen"):
                 pending.wait()
         else:
             assert pending.wait() == 7

@@ -457,7 +457,7 @@ async def test_a_join_says_how_long_it_waits(monkeypatch: pytest.MonkeyPatch, ca
         await session.open(0.2)
     assert flush()
     (text,) = (one.getMessage() for one in caplog.records if "waiting" in one.getMessage())
-    assert text.startswith("policy: waiting for a coordinator at 127.0.0.1:1, up to 0.2 s: ")
+    assert text.startswith("channel policy: waiting for a coordinator at 127.0.0.1:1, up to 0.2 s: ")
 
 
 async def test_a_lost_coordinator_that_does_not_come_back_is_in_the_log(

@@ -114,7 +114,10 @@ def test_a_session_thread_that_cannot_be_started_is_a_lack_of_capacity(monkeypat
 def test_a_failed_pull_is_no_bug() -> None:
     reply = carry_wire.PullFailed(1, {"trainer/0/0": "10.0.0.1:7100 cannot be reached"}, {})
     wire = as_wire_error(PullFailed(reply), channel="policy", phase="transfer")
-    assert (wire.kind, wire.message) == ("SyncError", "the pull failed: trainer/0/0: 10.0.0.1:7100 cannot be reached")
+    assert (wire.kind, wire.message) == (
+        "SyncError",
+        "fetching the version from other hosts failed: trainer/0/0: 10.0.0.1:7100 cannot be reached",
+    )
     assert as_wire_error(CarrierDied("it died"), channel="policy", phase="transfer").kind == "SyncError"
 
 

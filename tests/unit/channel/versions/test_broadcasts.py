@@ -83,7 +83,7 @@ async def test_a_slot_that_is_not_filled_in_time_fails_the_transfer(publishing: 
     publishing.offer(deadline_s=0.05)
     failed = await publishing.source.session.next(wire.TransferFailed)
     assert (failed.transfer, failed.error.kind) == (1, "Gone")
-    assert "the slot was not filled in time" in failed.error.message
+    assert "the publisher has not copied the version in time" in failed.error.message
 
 
 async def test_who_receives_says_when_it_is_over_and_then_what_it_has(target: ScriptedWorld) -> None:

@@ -125,7 +125,7 @@ def test_a_leased_version_is_read_beside_what_is_served(newest: FakeRun) -> None
             assert float(dict(update)["weight"][0]) == 1.0
         assert target.version == 3
         assert load(target, at_least=3) == (3, 3.0)
-    with pytest.raises(errors.Gone, match="does not hold version 9"):
+    with pytest.raises(errors.Gone, match="does not have version 9 in memory"):
         target.versions.read(9).wait(10)
 
 

@@ -64,7 +64,7 @@ def test_a_transfer_that_is_under_way_finishes() -> None:
     number = trainer.publish()
     trainer.pack(number)
     world.run(frozen=(two,))
-    assert drain(world, "rollout", 1) == "policy: version 1 is on its way"
+    assert drain(world, "rollout", 1) == "version 1 of policy is being transferred"
     assert idle(world) == []
     world.run()
     assert one.held == two.held == {1}
@@ -76,7 +76,7 @@ def test_a_source_ends_after_its_publish() -> None:
     world, (trainer, _) = world_of("trainer/0/0", "rollout/0/0")
     number = trainer.publish()
     world.run()
-    assert drain(world, "trainer", 0) == "policy: publishes version 1"
+    assert drain(world, "trainer", 0) == "it publishes version 1 of policy"
     trainer.pack(number)
     world.run()
     assert trainer.verdicts[number].receipt is not None
@@ -90,7 +90,7 @@ def test_all_ranks_load_what_one_has_begun_to_load_and_nothing_newer() -> None:
     one.ask()
     world.run()
     assert one.granted == [1]
-    assert drain(world, "rollout", 0) == "policy: loads version 1"
+    assert drain(world, "rollout", 0) == "it loads version 1 of policy"
     two.ask()
     one.outbox.append(wire.Loaded(1, 0.1))
     world.run()
@@ -130,7 +130,7 @@ def test_a_peer_ends_between_two_operations() -> None:
     world.run()
     one.post("all_reduce", step=1)
     world.run()
-    assert drain(world, "peer", 0) == "outer: waits for the end of an operation"
+    assert drain(world, "peer", 0) == "an operation on outer has not ended"
     two.post("all_reduce", step=1)
     world.run()
     assert (len(one.ends), idle(world)) == (1, ["peer/0"])
@@ -214,7 +214,7 @@ def test_the_transfer_of_others_does_not_hold_it_up() -> None:
     world.run(frozen=(one,))
     assert world.state.commits.main is not None
     assert world.state.drains.busy("rollout", 1) is None
-    assert world.state.drains.busy("rollout", 0) == "policy: version 1 is on its way"
+    assert world.state.drains.busy("rollout", 0) == "version 1 of policy is being transferred"
     assert two.held == set()
 
 

@@ -97,7 +97,7 @@ def test_a_link_that_breaks_has_the_names_of_its_ends_and_nobody_is_left_out(on_
         error = error_of(sim, 2)
         assert (error.phase, error.members) == ("form", ("peer/0/0", "peer/1/0"))
         assert error.message == (
-            "all_reduce failed twice with all its members alive: "
+            "all_reduce failed twice, though all its members live: "
             "peer/1/0 cannot be reached by peer/0/0: no connection within 1.5 s"
         )
         assert error.hint == "open all TCP ports"
@@ -141,8 +141,8 @@ def stands_still(world: World, sims: list[SimMember], address: str) -> wire.Wire
 def test_a_standstill_that_outlasts_a_retry_is_told_with_who_is_held_up() -> None:
     world, sims = peers()
     error = stands_still(world, sims, "10.0.0.3")
-    text = "no byte has moved for 5.0 s between peer/0/0, peer/1/0, peer/2/0; held up: peer/1/0 to 10.0.0.3"
-    assert error.message == f"all_reduce failed twice with all its members alive: {text}"
+    text = "no byte has moved for 5.0 s between peer/0/0, peer/1/0, peer/2/0; bytes from peer/1/0 to 10.0.0.3 wait"
+    assert error.message == f"all_reduce failed twice, though all its members live: {text}"
     assert error.members == ("peer/1/0",)
     assert "check the network between the hosts" in error.hint
     assert world.tally.retries == {"outer": {"failed": 2}}
@@ -152,7 +152,7 @@ def test_a_standstill_between_two_has_both_of_their_names() -> None:
     world = MeetingWorld(peer_config(), {"peer": GroupShape(replicas=3)})
     sims = [world.join(f"peer/{replica}/0", address=f"10.0.0.{replica}") for replica in range(3)]
     error = stands_still(world, sims, "10.0.0.2")
-    assert error.message.endswith("; held up: peer/1/0 to peer/2/0 at 10.0.0.2")
+    assert error.message.endswith("; bytes from peer/1/0 to peer/2/0 at 10.0.0.2 wait")
     assert error.members == ("peer/1/0", "peer/2/0")
 
 
@@ -248,7 +248,7 @@ def test_an_overdue_operation_says_what_went_wrong_before() -> None:
     world.advance(9.0)
     error = error_of(sims[0], posts[0])
     assert error.kind == "DeadlineExceeded"
-    assert "the previous attempt failed: no byte has moved for" in error.message
+    assert "an earlier attempt failed (no byte has moved for" in error.message
 
 
 def test_under_a_new_coordinator_too_a_link_is_what_has_broken() -> None:

@@ -145,7 +145,7 @@ def test_a_host_that_pulls_slowly_is_left_to_catch_up() -> None:
     assert trainer.verdicts == {}
     world.advance(8.0)
     assert members(trainer.verdicts[number]) == ["rollout/0/0"]
-    assert "it is slow" in str(world.state.roster.history) or slow.member.name in trainer.verdicts[number].receipt.lost  # type: ignore[union-attr]  # it has one
+    assert "slow link" in str(world.state.roster.history) or slow.member.name in trainer.verdicts[number].receipt.lost  # type: ignore[union-attr]  # it has one
     world.advance(120.0)
     assert slow.commits == [1]
     assert any(isinstance(event, CaughtUp) for event in world.events)

@@ -58,7 +58,7 @@ def test_the_deadline_of_a_wait_names_who_is_missing() -> None:
     world.advance(4.0)
     assert kind_of(first, 1) == "DeadlineExceeded"
     assert first.ends[1].error is not None
-    assert first.ends[1].error.message == "barrier: waited for peer/1/0"
+    assert first.ends[1].error.message == "barrier did not begin in time: waited for peer/1/0"
 
 
 def test_the_lane_is_formed_once() -> None:
@@ -214,7 +214,10 @@ def test_a_wait_for_a_peer_that_never_joined_says_how_many_there_are() -> None:
     for post, text in ((1, f"peer/7/0{never}"), (2, f"peer/x/0{never}"), (3, "peer/1/0")):
         end = first.ends[post]
         assert end.error is not None
-        assert (end.error.kind, end.error.message) == ("DeadlineExceeded", f"recv: waited for {text}")
+        assert (end.error.kind, end.error.message) == (
+            "DeadlineExceeded",
+            f"recv did not begin in time: waited for {text}",
+        )
 
 
 @pytest.mark.parametrize(("root", "hint"), [("peer/0", "name another peer"), ("other/0", "see channel.members")])

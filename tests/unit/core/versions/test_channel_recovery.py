@@ -373,7 +373,9 @@ def test_a_rank_that_has_had_its_verdict_fails_the_publish_for_the_others() -> N
     world.advance(WINDOW_S)
     error = ranks[0].error(1)
     assert (error.kind, error.phase) == ("SyncError", "commit")
-    assert error.message == ("version 1 was not committed by the previous coordinator: trainer/0/1 had its verdict")
+    assert error.message == (
+        "version 1 was not committed before the coordinator restarted: trainer/0/1 knows that it failed"
+    )
 
 
 def test_a_version_that_had_failed_is_not_published_again_by_a_source_that_has_not_heard_of_it() -> None:

@@ -122,7 +122,7 @@ def test_what_one_refuses_none_loads_and_all_go_on_with_the_next(fleet: Fleet, f
     fleet.say(*fleet.targets)
     assert fleet.loaded() == [1, 1, 1]
     for index in (0, 2):
-        assert fleet.failures(2)[index].endswith("rollout/1 does not load it: it has other shapes")
+        assert fleet.failures(2)[index].endswith("rollout/1 does not load it (it has other shapes)")
     assert not fleet.unready()
     fleet.ask()
     assert fleet.loaded() == [1, 1, 1], "they wait for a newer one"
@@ -187,7 +187,7 @@ def test_one_that_says_nothing_is_left_behind_at_the_deadline(fleet: Fleet) -> N
     assert not fleet.unready()
     fleet.world.advance(2.0)
     assert fleet.loaded() == [2, 2, 1]
-    assert fleet.failures(2)[2].startswith("it did not report within 20 s that it can load it")
+    assert fleet.failures(2)[2].startswith("this replica did not report within 20 s that it can load it")
     assert fleet.unready()[2].startswith("version 1 of policy loaded, others serve 2; policy: version 2 was not")
     fleet.publish()
     fleet.ask(*fleet.targets[:2])
@@ -350,7 +350,7 @@ def test_the_newer_of_two_that_targets_can_load_is_decided(fleet: Fleet) -> None
     fleet.ask(second, third)
     fleet.say(first)
     fleet.say(second)
-    assert fleet.failures(2)[0].endswith("version 3 came before all could load it")
+    assert fleet.failures(2)[0].endswith("version 3 came before all targets could load it")
     fleet.say(third)
     fleet.ask(first)
     assert fleet.loaded() == [3, 3, 3]
@@ -361,7 +361,7 @@ def test_a_version_that_is_not_enough_for_one_is_loaded_by_none(fleet: Fleet) ->
     fleet.publish()
     fleet.ask(fleet.targets[0])
     fleet.ask(fleet.targets[1], at_least=3)
-    assert fleet.failures(2)[0].endswith("rollout/1 waits for a newer one")
+    assert fleet.failures(2)[0].endswith("rollout/1 waits for a newer version")
     fleet.ask()
     fleet.publish()
     assert fleet.loaded() == [3, 3, 3]

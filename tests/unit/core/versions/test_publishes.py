@@ -114,7 +114,7 @@ def test_ranks_that_name_different_steps_make_no_version() -> None:
     sources = Sources(1)
     first = sources.publishes.begin_publish(sources.rank(0, 0), wire.PublishBegin(1, None, 60.0, {"step": 3}), 0.0)
     other = sources.rank(0, 1)
-    with pytest.raises(errors.RanksDisagree, match="is at step 2, another rank at 3"):
+    with pytest.raises(errors.RanksDisagree, match="step 2, another rank step 3"):
         sources.publishes.begin_publish(other, wire.PublishBegin(1, None, 60.0, {"step": 2}), 0.0)
     assert sources.publishes.begin_publish(other, wire.PublishBegin(1, None, 60.0, {"step": 3.0}), 0.0) is first
     assert sources.publishes.begin_publish(other, wire.PublishBegin(1, None, 60.0), 0.0) is first, "it does not say"
@@ -127,7 +127,7 @@ def test_a_rank_that_is_further_behind_than_verdicts_are_kept_is_told_at_once() 
         sources.publishes.end(sources.begin(sources.rank(0, 0), number), committed=False)
     late = sources.rank(0, 1)
     assert sources.join(late) == 1
-    with pytest.raises(errors.Gone, match=r"publish 1 of trainer/0"):
+    with pytest.raises(errors.Gone, match=r"publish number 1 of trainer/0"):
         sources.begin(late, 1)
     assert sources.begin(late, KEPT_VERDICTS).over
 

@@ -302,7 +302,7 @@ def test_a_canary_that_is_lost_rejects_what_it_served() -> None:
     fleet.ask()
     assert fleet.told("rejected") == [2]
     assert fleet.loaded == [3, 3]
-    assert "lost while it served it" in fleet.world.ledger.why_rejected(2)
+    assert "lost while it served the version" in fleet.world.ledger.why_rejected(2)
 
 
 def test_a_canary_that_dies_of_a_load_rejects() -> None:
@@ -317,7 +317,7 @@ def test_a_canary_that_dies_of_a_load_rejects() -> None:
     fleet.world.advance(1.0)
     fleet.ask()
     assert fleet.told("rejected") == [2]
-    assert "lost while it loaded it" in fleet.world.ledger.why_rejected(2)
+    assert "lost while it loaded the version" in fleet.world.ledger.why_rejected(2)
 
 
 @pytest.mark.parametrize("first", ["trainer", "target"])
@@ -477,8 +477,8 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         (orders.Reject(version="1"), "is not the candidate"),
         (orders.Rollback(to="2"), "serves version 2 already"),
         (orders.Release(name="evaluation"), "no lease 'evaluation'"),
-        (orders.Label(label="current", version="1"), "cannot be a label of yours"),
-        (orders.Label(label="7", version="1"), "cannot be a label of yours"),
+        (orders.Label(label="current", version="1"), "cannot be used as a label"),
+        (orders.Label(label="7", version="1"), "cannot be used as a label"),
         (orders.Label(label="best", version=""), "no label 'best'"),
         (orders.Score(version="7", scores={"reward": 1.0}), "no version 7"),
     ],

@@ -86,7 +86,7 @@ def test_what_does_not_die_is_no_error_of_the_user(
         pytest.raises(errors.WorldError, match="do not die"),
     ):
         folder.acquire()
-    assert caplog.text.count("killing shims") == (holder == SHIM), "once a minute"
+    assert caplog.text.count("killing processes of an earlier agent (shims)") == (holder == SHIM), "once a minute"
     folder.release()
 
 

@@ -379,7 +379,7 @@ def test_a_node_whose_disk_is_full_when_the_tokens_change_serves_on(
             await asyncio.sleep(0.1)
             assert len(here.when("start")) == 1
             assert (tmp_path / "token").read_text() == "t"
-            assert caplog.text.count("trying again to write the token") == 1
+            assert caplog.text.count("trying again to write the run's token") == 1
             full = False
             await asyncio.sleep(1.5)
             assert (tmp_path / "token").read_text() == "new"

@@ -128,4 +128,4 @@ def test_the_end_of_an_agent_says_that_it_waits_for_processes(tmp_path: Path, ca
 
     virtually(story())
     assert flush()
-    assert re.search("node n1: waiting up to [0-9.]+ s for its processes to end", caplog.text)
+    assert re.search("node n1: waiting up to [0-9.]+ s for its replicas to end", caplog.text)

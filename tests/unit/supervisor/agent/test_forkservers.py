@@ -245,6 +245,6 @@ async def test_replicas_whose_forkserver_is_given_up_are_ended_and_say_why(tmp_p
     node = Node(tmp_path)
     works, breaks, needs_none = node.begin("later", LD_PRELOAD=""), node.begin("later"), node.begin("")
     node.shims._stop_users_of(address_of(breaks) or "", "died 8 times")
-    assert breaks.orders == [(3.0, "the sidecar forkserver of its node died 8 times")]
+    assert breaks.orders == [(3.0, "the forkserver, which starts its sidecars, died 8 times")]
     assert works.orders == needs_none.orders == []
     await node.shims.aclose()

@@ -54,7 +54,7 @@ def test_a_driver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
         patch.setattr(subprocess.Popen, "kill", lambda _: None)  # no signal reaches it
         patch.setattr("replicas.linux.smi._KILL_S", 0.0)
         ((_, holder),) = gpu_memory({1})
-        assert holder == "the driver: nvidia-smi does not answer within 0.01 s"
+        assert holder == "the driver, as nvidia-smi does not answer within 0.01 s"
         (stuck,) = smi_stuck
         assert {who for _, who in gpu_memory({1})} == {holder}
         assert smi_stuck == [stuck]  # no other one was started
@@ -118,7 +118,7 @@ def test_what_cannot_be_looked_for_is_said_and_ends_nothing(monkeypatch: pytest.
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(still_held, "gpu_memory", no_descriptor)
-    unknown = "unknown: its processes cannot be listed (Too many open files)"
+    unknown = "an unknown process, as they cannot be listed (Too many open files)"
     event = msgspec.structs.replace(EVENT, what="GPU memory", holder=unknown)
     assert waited(OLD, lambda _: False) == [event, msgspec.structs.replace(event, gave_up=True)]
 

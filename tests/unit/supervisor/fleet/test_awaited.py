@@ -46,13 +46,13 @@ async def test_under_a_lost_state_nothing_starts_before_every_lease_is_over() ->
         await made.replace_supervisor(lost=True)
         await asyncio.sleep(5)
         assert made.states() == {"a/0": "pending", "a/1": "pending"}
-        assert set(reasons(made).values()) == {"waits 10 s for the lease of node n2"}
+        assert set(reasons(made).values()) == {"waits up to 10 s for old processes on node n2 to end"}
         await asyncio.sleep(lost_after_s(LEASE_S) - 6)
         assert made.states() == {"a/0": "pending", "a/1": "pending"}
         await asyncio.sleep(3)
         assert made.states() == {"a/0": "ready", "a/1": "ready"}
         assert (made.where("a/0"), made.where("a/1")) == ("n1", "n1")
-        assert "the leases of earlier supervisors are over" in made.said
+        assert "no longer waiting for processes of earlier supervisors: their time (lease) is over" in made.said
 
 
 @history
@@ -111,10 +111,12 @@ async def test_a_supervisor_in_another_namespace_waits_for_what_it_cannot_see() 
         assert [name for name in ("a/0", "a/1") if made.where(name)] == ["a/0", "a/1"], "the old ones, and no others"
         assert not new.shims
         assert made.states() == {"a/0": "draining", "a/1": "draining"}
-        assert set(reasons(made).values()) == {"the agent of node local died; waits 2 s for the lease of node local"}
-        told = [text for text in made.said if "lease" in text]
+        assert set(reasons(made).values()) == {
+            "the agent of node local died; waits up to 2 s for its processes on node local to end"
+        }
+        told = [text for text in made.said if "wait up to" in text]
         assert len(told) == 1, "each wait once, and for all that wait for the same"
-        assert re.fullmatch(r"a/0, a/1: wait \d+ s for the lease of node local", told[0])
+        assert re.fullmatch(r"a/0, a/1: wait up to \d+ s for its processes on node local to end", told[0])
         for shim in old.shims.values():
             shim.end(ExitReport("stopped"))
         await asyncio.sleep(8)
@@ -146,7 +148,7 @@ async def test_an_agent_of_another_namespace_does_not_take_the_own_node() -> Non
         made.own_scope = "second"
         await made.replace_supervisor()
         await asyncio.sleep(2)
-        assert old.refused == "another agent of this machine has replaced this one"
+        assert old.refused == "a newer agent of this machine has replaced this one"
         own_node(made, "second")
         await asyncio.sleep(1)
         for shim in old.shims.values():
@@ -161,7 +163,7 @@ async def test_an_agent_is_not_taken_while_its_lease_cannot_be_written_down() ->
         made.leases.problem = "No space left on device"
         node = made.join("n1")
         await asyncio.sleep(3)
-        assert node.refused == "the supervisor cannot write its lease: No space left on device"
+        assert node.refused == "the supervisor cannot write to disk that this joined (No space left on device)"
         assert made.states() == {"a/0": "pending"}
         assert leased(made) == []
         made.leases.problem = ""
@@ -219,7 +221,7 @@ async def test_a_replica_on_a_node_that_is_away_is_not_said_to_be_ready() -> Non
         node.cut = True
         await asyncio.sleep(6)
         assert {one.state for one in group.status(0.0).replicas} == {"silent"}
-        assert set(reasons(made).values()) == {"no message from node n1"}
+        assert set(reasons(made).values()) == {"no message from the agent of node n1"}
         assert not good()
         node.heal()
         await asyncio.sleep(2)
@@ -236,8 +238,8 @@ async def test_a_replica_on_a_node_that_is_away_is_not_said_to_be_ready() -> Non
         told = [event for _, event in made.events if isinstance(event, Transition) and event.replica == 0]
         assert [event.after for event in told[2:]] == ["silent", "ready", "silent", "ready"], "once for each silence"
         assert (told[4].silent_s, told[5].reason) == (6.0, "heard after 7.0 s")
-        assert "a/0: no heartbeat from rank 0, 2 (limit: 30 s)" in made.said
-        assert "a/0: ready again: heard after 7.0 s" in made.said
+        assert "a/0: silent: no heartbeat from rank 0, 2 (limit: 30 s)" in made.said
+        assert "a/0: ready again (heard after 7.0 s)" in made.said
 
 
 @history

@@ -361,7 +361,7 @@ async def test_a_drain_that_is_undone_sends_no_agent_away() -> None:
         drained = asyncio.create_task(nodes.drain("n1"))
         await asyncio.sleep(2)
         await nodes.drain("n1", undo=True)
-        with pytest.raises(WorldError, match="node n1 takes replicas again"):
+        with pytest.raises(WorldError, match="the drain of node n1 ends"):
             await asyncio.wait_for(drained, 5)
         await asyncio.sleep(60)
         assert made.where("a/1") == "n1"
@@ -382,7 +382,7 @@ async def test_a_drain_ends_with_the_agent_that_it_was_for() -> None:
         await asyncio.sleep(2)
         one.kill()
         one.start_again()
-        with pytest.raises(WorldError, match="its agent replaced"):
+        with pytest.raises(WorldError, match="the agent was replaced"):
             await asyncio.wait_for(drained, 5)
         await asyncio.sleep(30)
         assert not one.over
@@ -455,7 +455,7 @@ async def test_a_node_that_goes_away_before_a_start_is_no_failure_of_the_replica
         spec = PartSpec("r", "a", 0, 2, 0, 1, 1, "exec", ("x",), {}, "/", "/", 1.0, "another")
         handle = made.cluster.start_shim(spec, lambda: None)
         assert handle.state.gone
-        assert handle.state.report == ExitReport("node", text="node n1 is away")
+        assert handle.state.report == ExitReport("node", text="node n1 is away: nothing can start there")
         one.heal()
 
 
@@ -595,7 +595,7 @@ async def test_a_doctor_asks_all_nodes_at_once_and_says_which_are_away() -> None
         found, took_s = await examined(made, "n1", "n3", "n4")
         assert took_s < 1, "nobody waits for a node that is away"
         assert [line for line in found if line[1] == "problem"] == [
-            ("n3", "problem", "away: its agent has been silent for 5 s")
+            ("n3", "problem", "away: its agent has sent nothing for 5 s")
         ]
         assert [line[0] for line in found if line[2].startswith("none on")] == ["n1", "n4"]
         made.agents["n4"].hang_up()
@@ -616,7 +616,7 @@ async def test_a_doctor_says_to_a_node_what_the_run_asks_of_it() -> None:
         (first,), (second,) = made.agents["n1"].asked, made.agents["n2"].asked
         assert sorted((first.demand.processes, second.demand.processes)) == [0, 2 + 2 * 3]
         assert {first.supervisor, second.supervisor} == {0}
-        with pytest.raises(UsageError, match=r'no node "n9" \(nodes: n1, n2\)'):
+        with pytest.raises(UsageError, match=r'no node "n9" \(its nodes are n1, n2\)'):
             await nodes.examine("n9")
 
 

@@ -40,7 +40,7 @@ def test_a_replica_is_ready_while_its_program_is_there_and_waits_for_the_next() 
             group = made.groups["a"]
             assert yard.states() == {"a/0": "pending", "a/1": "pending"}
             waits = group.status(yard.now).replicas[0].reason
-            assert waits == "waits for a program that you start to join"
+            assert waits == "waits for a program, which you start, to join"
             yard.views["a/1"] = Readiness(False, "no version of policy loaded yet (newest: 1)", heartbeat_age_s=0.1)
             yard.joins("a/1", "x")
             await asyncio.sleep(1)
@@ -53,7 +53,7 @@ def test_a_replica_is_ready_while_its_program_is_there_and_waits_for_the_next() 
             yard.joins("a/1")
             await asyncio.sleep(1)
             one = group.status(yard.now).replicas[1]
-            assert (one.state, one.last_exit) == ("pending", "rank 0 is lost (lease)")
+            assert (one.state, one.last_exit) == ("pending", "rank 0: no heartbeat came within heartbeat_timeout")
             assert yard.forgotten == ["a/1"], "who left in order is expected again"
             yard.joins("a/1", "y")
             await asyncio.sleep(1)
@@ -150,7 +150,7 @@ def test_a_drain_ends_its_part_in_syncs_until_its_next_program_joins() -> None:
         async with external_fleet(others_start("a", drain_timeout_s=20.0)) as (made, yard):
             yard.joins("a/0", "x")
             await asyncio.sleep(1)
-            yard.syncs["a/0"] = "policy: loads version 3"
+            yard.syncs["a/0"] = "it loads version 3 of policy"
             drain = asyncio.create_task(made.drain("a/0"))
             await asyncio.sleep(5)
             assert (yard.states(), yard.draining) == ({"a/0": "draining"}, ["a/0"])
@@ -163,7 +163,7 @@ def test_a_drain_ends_its_part_in_syncs_until_its_next_program_joins() -> None:
             yard.joins("a/0", "y")
             await asyncio.sleep(1)
             assert (yard.states(), yard.forgotten) == ({"a/0": "ready"}, ["a/0"])
-            yard.syncs["a/0"] = "policy: loads version 4"
+            yard.syncs["a/0"] = "it loads version 4 of policy"
             await made.drain("a/0", hurry=True)
             assert yard.states() == {"a/0": "drained"}
             yard.joins("a/0")
@@ -197,7 +197,7 @@ def test_a_run_waits_for_the_groups_that_it_starts_and_without_any_goes_on() -> 
     async def story() -> None:
         async with external_fleet(others_start("a"), group_of("b"), lives={"b": [DONE]}) as (made, yard):
             yard.joins("a/0", "x")
-            yard.syncs["a/0"] = "policy: loads version 3"
+            yard.syncs["a/0"] = "it loads version 3 of policy"
             await asyncio.wait_for(made.over.wait(), 10)
             assert (made.exit_code, yard.states()) == (0, {"a/0": "ready", "b/0": "finished"})
             drain = asyncio.create_task(made.drain())
@@ -226,7 +226,7 @@ def test_what_others_start_cannot_be_restarted_from_here() -> None:
             with pytest.raises(errors.UsageError, match="replica a/0 is external"):
                 made.groups["a"].replicas[0].restart()
             assert yard.states() == {"a/0": "ready"}
-            assert "an external replica" in (await made.groups["a"].replicas[0].stacks())["a/0"]
+            assert "its program is started by others" in (await made.groups["a"].replicas[0].stacks())["a/0"]
 
     virtually(story())
 

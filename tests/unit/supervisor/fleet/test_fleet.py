@@ -35,7 +35,7 @@ async def test_delays_double_and_the_run_fails_when_the_budget_is_spent() -> Non
         await asyncio.wait_for(made.over.wait(), 100)
         assert [at for at, state in yard.moves("a/0") if state == "backoff"] == [0.3, 1.6, 3.9]  # 1, 2, 4 s apart
         assert yard.said_of_groups == [
-            "group a failed: replica a/0: rank 0 exited with code 1; all restarts are used (3 in 600 s)"
+            "group a failed with replica a/0: rank 0 exited with code 1; all restarts are used (3 in 600 s)"
         ]
         assert (made.exit_code, made.groups["a"].restarts_by_reason()) == (1, {"exit": 3})
 
@@ -239,14 +239,17 @@ async def test_the_run_ends_in_reverse_order() -> None:
 async def test_a_replica_may_finish_its_sync_before_it_is_told_to_stop() -> None:
     async with fleet(group_of("a", drain_timeout_s=60.0), on_channel={"a"}) as (made, yard):
         await made.wait_ready(made.groups.values())
-        yard.syncs["a/0"] = "policy: version 3 is on its way"
+        yard.syncs["a/0"] = "version 3 of policy is being transferred"
         asked = yard.now
         ending = asyncio.create_task(made.drain())
         await asyncio.sleep(20)
         assert yard.draining == ["a/0"]
         assert yard.told_at("a/0") == []
         status = made.groups["a"].status(0.0).replicas[0]
-        assert (status.state, status.reason) == ("draining", "the run ends; policy: version 3 is on its way")
+        assert (status.state, status.reason) == (
+            "draining",
+            "the run ends; present work: version 3 of policy is being transferred",
+        )
         del yard.syncs["a/0"]
         made.groups["a"].replicas[0].on_sync_over()
         await ending
@@ -260,7 +263,7 @@ async def test_a_sync_without_end_is_cut_off_and_one_that_ignores_sigterm_is_kil
     group = group_of("a", drain_timeout_s=30.0, stop_timeout_s=7.0)
     async with fleet(group, on_channel={"a"}, lives={"a": [Life(stop_s=None)]}) as (made, yard):
         await made.wait_ready(made.groups.values())
-        yard.syncs["a/0"] = "policy: loads version 2"
+        yard.syncs["a/0"] = "it loads version 2 of policy"
         began = yard.now
         await made.drain()
         ((told, timeout_s),) = yard.told_at("a/0")
@@ -350,7 +353,7 @@ async def test_a_rolling_restart_stops_where_a_replica_fails() -> None:
     group = group_of("a", replicas=3, restart={"max_restarts": 0})
     async with fleet(group, lives={"a/0": [Life(), DIES]}) as (made, yard):
         await made.wait_ready(made.groups.values())
-        with pytest.raises(errors.WorldError, match="a/0 failed: rank 0 exited with code 1"):
+        with pytest.raises(errors.WorldError, match=r"a/0 failed \(rank 0 exited with code 1"):
             await made.restart("a", rolling=True)
         assert len(yard.shims["a/1"]) == 1
 
@@ -377,7 +380,7 @@ async def test_reset_failed_forgets_what_was_spent_and_says_so() -> None:
         assert made.reset_failed() == ()
         resets = [event for _, event in yard.events if isinstance(event, FailedReset)]
         assert resets == [FailedReset(replicas=(), groups=("a",))]
-        assert yard.said_of_groups == ["reset-failed: restart budget of a restored"]
+        assert yard.said_of_groups == ["reset-failed: restart budget of group a is full again"]
         assert made.groups["a"].rules.remaining(0.0) == 4
 
 
@@ -518,7 +521,7 @@ async def test_a_group_is_ready_with_min_ready_and_the_run_ends_below_it() -> No
         await asyncio.wait_for(made.over.wait(), 60)
         assert made.exit_code == 1
         assert made.ended_by == (
-            "group rollout failed (1 of 3 replicas are left): replica rollout/0: "
+            "group rollout failed (1 of 3 replicas are left) with replica rollout/0: "
             "rank 0 exited with code 1; all restarts are used (0 in 600 s)"
         )
 
@@ -540,7 +543,9 @@ def test_a_run_does_not_go_on_publishing_to_nobody(rules: dict[str, Any], ends: 
             assert not made.over.is_set(), "one is left"
             await asyncio.sleep(40)
             assert made.exit_code == (1 if ends else None)
-            assert made.ended_by.startswith("group rollout failed (0 of 2 replicas are left): " if ends else "")
+            assert made.ended_by.startswith(
+                "group rollout failed (0 of 2 replicas are left) with replica " if ends else ""
+            )
             assert yard.states()["trainer/0"] == "ready"
 
     virtually(story())
@@ -566,7 +571,7 @@ async def test_a_replica_takes_its_group_with_it_and_the_run_goes_on() -> None:
         await asyncio.sleep(60)
         assert yard.states() == {"trainer/0": "ready", "a/0": "failed", "a/1": "failed", "a/2": "finished"}
         reasons = [one.reason for one in made.groups["a"].status(0.0).replicas]
-        assert reasons[0].startswith("its group failed: replica a/1: rank 0 exited with code 1")
+        assert reasons[0].startswith("its group failed, with a/1 (rank 0 exited with code 1")
         assert yard.told_at("a/0") == [(yard.told_at("a/0")[0][0], 10.0)], "it has its time to end"
         assert not made.over.is_set()
         assert made.reset_failed("a") == ("a/0", "a/1")
@@ -642,10 +647,10 @@ async def test_the_end_of_the_run_leaves_behind_what_does_not_die() -> None:
         await made.wait_ready(made.groups.values())
         await asyncio.wait_for(made.drain(), 40)
         assert yard.states() == {"a/0": "failed"}
-        assert "left behind at the end of the run; held up by process 7" in made.all()[0].life.reason
+        assert "processes left behind at the end of the run; held up by process 7" in made.all()[0].life.reason
         told = [one for _, one in yard.events if isinstance(one, HeldUp)]
         assert [one.gave_up for one in told] == [False, True]
-        assert made.words_of_end == "killed or left behind, because not ended in time: a/0"
+        assert made.words_of_end == "killed, as they had not ended in time: a/0"
         assert code_of(made) == exit_codes.CUT
 
 

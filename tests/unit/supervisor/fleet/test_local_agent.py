@@ -150,7 +150,7 @@ async def test_one_that_survives_sigkill_is_left(caplog: pytest.LogCaptureFixtur
         agent.start(record)
         async with asyncio.timeout(20):
             await agent.aclose()
-        assert f"process {known.pid}, survives SIGKILL" in caplog.text
+        assert f"process {known.pid}: SIGKILL has not ended it" in caplog.text
         assert agent.pid is None
 
 
@@ -167,11 +167,11 @@ async def test_one_that_dies_or_falls_silent_is_started_again(caplog: pytest.Log
         assert agent.pid == first, "it was heard"
         os.kill(first, signal.SIGKILL)
         second = await agent.next()
-        assert "ended with code -9; a new one starts in 0 s" in caplog.text
+        assert "starting a new agent of this machine in 0 s, as the last ended with code -9" in caplog.text
         cluster.unheard_s = 5.0
         agent.tick()
         third = await agent.next()
-        assert "does not respond; replacing it" in caplog.text
+        assert "replacing the agent of this machine" in caplog.text
         await agent.aclose()
         assert third != second
 

@@ -436,7 +436,7 @@ async def test_requests_in_each_state(tmp_path: Path) -> None:
         assert replica.status(time.monotonic()).reason == "waits for b, 2 GPUs (0 free)"
         replica.stop()
         assert state(replica) == "drained"
-        with pytest.raises(errors.UsageError, match="replica a/0 is being stopped"):
+        with pytest.raises(errors.UsageError, match="replica a/0 is being stopped for good"):
             replica.restart()
 
 
@@ -444,7 +444,7 @@ async def test_requests_in_each_state(tmp_path: Path) -> None:
 async def test_stopped_by_hand_it_rests_until_it_is_asked_to_start(tmp_path: Path) -> None:
     async with living(tmp_path, on_channel=True) as (replica, world):
         world.shims[0].started()
-        world.at_work = "policy: loads version 1"
+        world.at_work = "it loads version 1 of policy"
         replica.halt()
         replica.check(time.monotonic())
         assert (state(replica), world.shims[0].told) == ("draining", [])
@@ -465,14 +465,16 @@ async def test_a_channel_that_is_idle_at_once_cuts_no_work_of_another(tmp_path: 
     """The coordinator reports it while it is told of the drain."""
     async with living(tmp_path, on_channel=True, drain_timeout_s=30.0) as (replica, world):
         world.shims[0].started()
-        world.at_work = "gossip: waits for the end of an operation"
+        world.at_work = "an operation on gossip has not ended"
         world.on_draining = replica.on_sync_over
         replica.halt()
-        said = ["a/0: stopping it after its sync; gossip: waits for the end of an operation (30 s at most)"]
+        said = ["a/0: stopping it after its present work: an operation on gossip has not ended (30 s at most)"]
         assert (world.shims[0].told, world.said) == ([], said)
         replica.check(time.monotonic() + 31.0)
         assert world.shims[0].told == [10.0]
-        assert world.said[1:] == ["a/0: not done within 30 s; gossip: waits for the end of an operation"]
+        assert world.said[1:] == [
+            "a/0: stopping it now, as drain_timeout is over: an operation on gossip has not ended"
+        ]
 
 
 @pytest.mark.anyio
@@ -508,7 +510,7 @@ async def test_ranks_that_may_still_say_goodbye_are_not_declared_lost(tmp_path: 
 @pytest.mark.anyio
 async def test_a_change_of_mind_while_it_drains(tmp_path: Path) -> None:
     async with living(tmp_path, on_channel=True) as (replica, world):
-        world.at_work = "policy: loads version 1"
+        world.at_work = "it loads version 1 of policy"
         replica.halt()
         replica.restart()
         world.at_work = ""
@@ -556,7 +558,7 @@ async def test_a_shim_that_cannot_be_started_ends_those_of_the_other_nodes(
     monkeypatch.setattr(FakeWorld, "start", fails_for_one)
     async with living(tmp_path, nnodes=2) as (replica, world):
         (shim,) = world.shims
-        assert (shim.told, world.fallen) == ([0.0], ["a shim cannot be started: no memory"])
+        assert (shim.told, world.fallen) == ([0.0], ["its shim, which starts the ranks, cannot be started: no memory"])
         shim.ended(ExitReport("stopped"))
         await settle()
         assert (replica.life.restarts, len(world.shims)) == ({"lost": 1}, 3)
@@ -572,7 +574,7 @@ async def test_nothing_starts_that_the_disk_has_not_noted(tmp_path: Path, monkey
         assert state(replica) == "starting"
         reason = replica.status(time.monotonic()).reason
         problem = f"{world.state.run_state.path}: No space left on device"
-        assert reason == f"waits for the disk of the state folder ({problem})"
+        assert reason == f"waits until the state folder can be written ({problem})"
         world.full = ""
         await wait_until(lambda: bool(world.shims), "a generation")
         world.shims[0].started()
@@ -603,7 +605,7 @@ async def test_what_an_earlier_supervisor_was_ending_starts_again_at_no_cost(tmp
         world.shims[0].stopping = True
         world.shims[0].ended(ExitReport("stopped"))
         await settle()
-        assert (replica.life.restarts, world.exits[0].reason) == ({"requested": 1}, "it was being ended")
+        assert (replica.life.restarts, world.exits[0].reason) == ({"requested": 1}, "it was being stopped")
 
 
 @pytest.mark.anyio
@@ -628,7 +630,7 @@ async def test_only_nodes_that_run_have_stacks(tmp_path: Path) -> None:
 
         world.shims[0].ended(OK)
         world.shims[1].stacks = never  # type: ignore[method-assign]  # its shim is frozen
-        assert await replica.stacks() == {"a/0, node 1": "its shim does not answer", "a/0/2": "here"}
+        assert await replica.stacks() == {"a/0, node 1": "their shim does not answer", "a/0/2": "here"}
 
 
 @pytest.mark.anyio

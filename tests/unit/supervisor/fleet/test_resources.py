@@ -79,8 +79,8 @@ def test_memory_threads_and_limits() -> None:
     here = Machine(memory_nbytes=1 << 40, limits_refused="no cgroup v2")
     small = config(a={"resources": {"memory": "1GiB", "max_processes": 5}})
     assert problems(small, here) == [
-        "groups.a.resources.memory: no limit can be set here: no cgroup v2",
-        "groups.a.resources.max_processes: no limit can be set here: no cgroup v2",
+        "groups.a.resources.memory: this limit cannot be enforced here (no cgroup v2)",
+        "groups.a.resources.max_processes: this limit cannot be enforced here (no cgroup v2)",
     ]
 
 
@@ -105,9 +105,9 @@ def test_cpus_of_one_machine_are_shared_and_of_several_asked_for() -> None:
     plan = grown(a=wants, b={"resources": {"cpu_threads": 9}}, c={"replicas": 9, "resources": {"cpu_threads": 8}})
     assert notes(plan, EIGHT) == [
         "groups.b.resources.cpu_threads: 9 for each rank, but this process may use 8 CPUs; "
-        "it waits for agents on other machines",
+        "the run waits for agents on other machines",
         "groups.a.resources.cpu_threads: 3 for each of 3 ranks, but this machine has 8 CPUs; "
-        "it waits for agents on other machines",
+        "the run waits for agents on other machines",
     ]
     nodes = ledger(plan)
     assert nodes.assign_nodes(plan.groups["a"], 0) == "9 CPUs (at most 8 on a node)"

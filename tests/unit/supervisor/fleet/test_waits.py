@@ -87,7 +87,7 @@ def test_a_channel_says_that_it_waits_for_members_of_the_former_coordinator() ->
     world.state.recovery.expect([trainer.member, target.member])
     world.rejoin(trainer)
     world.advance(1.0)
-    text = "for 1 of 2 members of the former coordinator"
+    text = "for 1 of 2 members to reconnect after the coordinator's restart"
     assert channel_waits([world.state], world.now)["channel policy"].startswith(f"{text}, ")
     status = channel_status(world.state, world.now)
     assert status.waits == text

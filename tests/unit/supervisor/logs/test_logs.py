@@ -275,7 +275,7 @@ def test_a_file_as_stderr_that_is_full_costs_lines_only(tmp_path: Path) -> None:
         tee.show(b"more\n", "0")
     lines = path.read_text().split("\n")
     assert lines[0] == "a/0/0| some line 0"
-    assert "a/0| (4 lines are only in the log: File too large)" in lines[1]
+    assert "a/0| (4 lines are shown only in the log: File too large)" in lines[1]
     assert lines[2] == "a/0/0| more"
 
 
@@ -302,7 +302,7 @@ def test_a_pump_that_dies_at_the_end_is_replaced_until_its_time_is_over(
     keeper.on_time(kill_at)
     keeper.ended(-9)
     assert (len(started), keeper.over) == (2, True)
-    assert "dropping 11 bytes" in capfd.readouterr().err
+    assert "dropping the last 11 bytes" in capfd.readouterr().err
     for pipe in keeper.pipes.readers:
         os.close(pipe)
     selector.close()
@@ -323,7 +323,7 @@ def test_a_terminal_that_nobody_reads_costs_lines_and_no_time() -> None:
     while part := os.read(reader, 1 << 16):
         shown += part
     lines = shown.decode().splitlines()
-    dropped = [int(one.split("(")[1].split()[0]) for one in lines if "are only in the log" in one]
+    dropped = [int(one.split("(")[1].split()[0]) for one in lines if "are shown only in the log" in one]
     whole = [one for one in lines if one == "a/0/0| " + "x" * 99]
     assert len(whole) + len(dropped) == len(lines)
     assert len(whole) + sum(dropped) == 10_000

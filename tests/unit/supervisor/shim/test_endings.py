@@ -144,7 +144,7 @@ def test_a_torchrun_that_died_without_a_word(child: Child) -> None:
     assert (report.outcome, report.text) == ("lost", "torchrun of node 0 exited with code 1: ImportError: torch")
     told = ExitReport("stopped")
     report = exit_report(spec("torchrun"), child, told, lines(), stopping=False)
-    assert (report.outcome, report.text) == ("lost", "torchrun of node 0 was stopped from outside")
+    assert (report.outcome, report.text) == ("lost", "torchrun on node 0 was stopped by a signal from outside")
     assert exit_report(spec("torchrun"), child, told, lines(), stopping=True) == told
 
 
@@ -167,7 +167,7 @@ def test_lost_lines_are_said_once_for_each_reason() -> None:
     full = LogLinesDropped(group="a", replica=0, generation=1, count=5, reason="No space left on device")
     slow = LogLinesDropped(group="a", replica=0, generation=2, count=5, reason="nobody reads", where="tee")
     assert reports.text(full) == "a/0: losing lines of its log: No space left on device"
-    assert "some of its lines are shown only in its log" in reports.text(slow)
+    assert "not showing some of its lines here, only in its log" in reports.text(slow)
     assert [reports.text(one) for one in (full, slow)] == ["", ""]
 
 

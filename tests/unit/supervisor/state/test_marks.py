@@ -27,12 +27,12 @@ def test_each_shim_of_a_generation_has_its_own(node: int) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({}, "a/0/0 is started by the supervisor, and this process shows no mark of it: REPLICAS_SHIM is not set"),
-        ({"proof": proof_of("2" * 32, "one")}, "its generation 2 is over, or was not started by this run's supervisor"),
+        ({}, "a/0/0 cannot join: REPLICAS_SHIM is not set, as in processes that the supervisor starts"),
+        ({"proof": proof_of("2" * 32, "one")}, "its generation 2 is over, or this run's supervisor has not started it"),
         ({"proof": GOOD, "generation": 1}, "its generation 1 is over"),
-        ({"proof": GOOD, "replica": 1}, "a/1/0: its generation 2 is over"),
-        ({"proof": GOOD, "incarnation": "two"}, "a/0/0: its generation 2 is over"),
-        ({"proof": "é"}, "a/0/0: its generation 2 is over"),
+        ({"proof": GOOD, "replica": 1}, "a/1/0 cannot join: its generation 2 is over"),
+        ({"proof": GOOD, "incarnation": "two"}, "a/0/0 cannot join: its generation 2 is over"),
+        ({"proof": "é"}, "a/0/0 cannot join: its generation 2 is over"),
     ],
 )
 def test_another_one_is_refused(change: dict[str, object], text: str) -> None:
@@ -44,5 +44,5 @@ def test_another_one_is_refused(change: dict[str, object], text: str) -> None:
 def test_a_replica_that_the_group_does_not_have_is_no_old_generation() -> None:
     with pytest.raises(Fenced) as refused:
         check_mark(msgspec.structs.replace(HELLO, proof=GOOD, replica=9), None)
-    assert refused.value.message == "a/9/0: group a has no replica 9"
+    assert refused.value.message == "a/9/0 cannot join: group a has no replica 9"
     assert "join without `replica`, as REPLICA_ID has it" in refused.value.hint

@@ -422,7 +422,7 @@ def test_a_stream_with_the_last_manifest_is_copied_step_by_step() -> None:
 
 def test_a_part_twice_is_refused() -> None:
     shard = Shard(torch.zeros(2), (0,), (4,))
-    with pytest.raises(ManifestMismatch, match="tensor 'w' was given twice"):
+    with pytest.raises(ManifestMismatch, match="tensor 'w' was published twice"):
         stage(Feed(iter([("w", shard), ("w", shard)]), mode="parts"))
 
 
@@ -635,6 +635,6 @@ def test_the_end_is_not_told_of_a_publish_that_fails() -> None:
     slot = Arena(1).acquire(1, manifest)
     assert slot is not None
     told: list[int] = []
-    with pytest.raises(ManifestMismatch, match="tensor 'b' was not given"):
+    with pytest.raises(ManifestMismatch, match="tensor 'b' was not published"):
         Packer().pack(Feed(iter([("a", given["a"])])), manifest, slot, told.append)
     assert told == []

@@ -415,12 +415,12 @@ def test_what_is_adopted_wrongly_is_let_go() -> None:
     owner, arena = Arena(1, name="test"), Arena(1, name="test")
     foreign(arena, owner, 1)
     buffer = reader_of(owner.slots[0])
-    with pytest.raises(ValueError, match="version 1 is held here already"):
+    with pytest.raises(ValueError, match="version 1 is in memory here already"):
         arena.adopt(1, MANIFEST, buffer)
     assert buffer.fd == -1
     arena.close()
     buffer = reader_of(owner.slots[0])
-    with pytest.raises(Gone, match="the arena is closed"):
+    with pytest.raises(Gone, match="the memory of this channel is closed"):
         arena.adopt(2, MANIFEST, buffer)
     assert buffer.fd == -1
     fill(owner, 2)

@@ -133,7 +133,7 @@ def test_the_first_slot_must_fit_and_the_others_are_warned_of(
         fill(arena, 1, LARGE)
         fill(arena, 2, LARGE)
     assert [record.getMessage() for record in caplog.records] == [
-        f"test: only 2 of 3 slots of {nbytes} bytes fit: the test leaves {nbytes * 2}. "
+        f"test: going on with 2 of 3 slots of {nbytes} bytes: the test leaves {nbytes * 2}. "
         "Free memory, raise the limit, or lower `slots`"
     ]
     arena.close()
@@ -223,7 +223,7 @@ def test_memory_that_cannot_be_made_ahead_is_missed_when_it_is_needed(
         patch.setattr(buffers, "available_nbytes", lambda: (100, "the test"))
         arena.prepare(LARGE.image_nbytes)
         join_workers()
-        assert "not allocating memory ahead of time: the buffer 'test-1' needs" in caplog.text
+        assert "going on without memory allocated ahead of time: the buffer 'test-1' needs" in caplog.text
         with pytest.raises(NoCapacity, match="the test leaves 100"):
             arena.acquire(1, LARGE)
     fill(arena, 1, LARGE)
