@@ -71,9 +71,9 @@ class Change:
 
 
 def all_of(name: str, tensor: torch.Tensor) -> Change:
-    """Return the change of a tensor that counts as changed completely.
+    """Return the Change of a tensor of which every element counts as changed.
 
-    :param name: of the tensor. :param tensor: all its elements.
+    :param name: of the tensor. :param tensor: all its elements; kept, not copied.
     """
     return Change(name, tensor, values=tensor.view(-1)[:0])
 
@@ -100,11 +100,14 @@ class Difference:
     """The difference of an image from a base, which may be overwritten meanwhile."""
 
     def __init__(self, image: torch.Tensor, manifest: Manifest, base: Buffer | None, sharing: int = 1) -> None:
-        """Map the base (the older version) for reading; compare nothing yet.
+        """Keep the image and the base (the older version); compare nothing yet.
+
+        Maps the base's memory for reading.
 
         :param image: uint8 of shape ``[manifest.image_nbytes]``, header included.
         :param base: the memory of an image of the same manifest, opened without a lock;
-            closed with the block. Without a base all tensors count as changed.
+            closed when this object's ``with`` block ends. If None, all tensors count as
+            changed.
         :param sharing: how many processes of this host compare at the same time.
         """
         self.places = places_of(manifest)

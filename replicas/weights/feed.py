@@ -134,6 +134,8 @@ class Feed:
         :param weights: a module, a mapping, an iterable of pairs, an object with
             ``metadata()`` and iteration, or vLLM's ``WeightSource``; values are Tensor,
             DTensor, :class:`Shard`, or None (skipped).
+        :param dtype: to publish plain floating tensors in, except scales; None: keep
+            all.
         :param mode: ``"image"`` gathers DTensors and refuses Shards; ``"parts"`` takes
             the rank's own pieces, without communication.
         """
@@ -166,7 +168,8 @@ class Feed:
         """Return the manifest (names, dtypes, shapes, offsets) of all weights, without
         walking them; None for a plain iterable.
 
-        :raises ManifestMismatch: a value cannot be published; drain the feed.
+        :raises ManifestMismatch: a value cannot be published; the caller drains the
+            feed.
         """
         entries = self.known_entries()
         if entries is not None:
@@ -199,7 +202,8 @@ class Feed:
             raise
 
     def _declared_row(self, row: object) -> TensorSpec:
-        """Return the spec that a row of ``metadata()`` gives; else ManifestMismatch."""
+        """Return the spec in a row of ``metadata()``. Raise ManifestMismatch without
+        one."""
         match (row.name, row) if hasattr(row, "name") else tuple(row) if isinstance(row, Iterable) else ():
             case (
                 (str(name), torch.dtype() as dtype, shape)
@@ -296,9 +300,8 @@ class Feed:
         self.finished, self.user_failed = True, failed
 
     def _gather(self, name: str, value: DTensor) -> torch.Tensor:
-        """Return a DTensor's whole tensor, by a collective of the user's group; its
-        exceptions count as the user's. :raises ManifestMismatch: the local tensor has
-        no memory."""
+        """Gather a DTensor's whole tensor (a collective); errors there count as the
+        user's. Raise ManifestMismatch if the local tensor has no memory."""
         why, value = _gatherable(value)
         try:
             with torch.no_grad():
@@ -397,11 +400,9 @@ def _extents(name: str, shape: object) -> tuple[int, ...]:
 
 
 def _gatherable(value: DTensor) -> tuple[str, DTensor]:
-    """Return (why ``value`` cannot be gathered, or "", and the DTensor to gather).
-
-    A local tensor without memory would end the process in torch's collective, while the
-    peers wait there; so zeros replace it.
-    """
+    """Return (why ``value`` cannot be gathered, or "", and the DTensor to gather). A
+    local tensor without memory would end the process in torch's collective, while the
+    peers wait there; so zeros replace it."""
     from torch.distributed.tensor import DTensor
 
     local = value.to_local()
@@ -423,11 +424,9 @@ def _full(value: DTensor) -> torch.Tensor:
 
 
 def known_values(weights: object) -> dict[str, object] | None:
-    """Return the values of a module (parameters, persistent buffers) or mapping.
-
-    An object may have a method ``resident()``, which returns its names and tensors, or
-    None if it must be walked. Returns None for all other objects.
-    """
+    """Return the values of a module (parameters, persistent buffers) or mapping. An
+    object may have a method ``resident()``, which returns its names and tensors, or
+    None if it must be walked. Returns None for all other objects."""
     if isinstance(weights, torch.nn.Module):
         state = _unwrapped(weights).state_dict(keep_vars=True)
         # without a module's own data, which is not a tensor

@@ -306,7 +306,8 @@ class Packer:
         return manifest
 
     def copies_at_once(self, feed: Feed, manifest: PartManifest) -> bool:
-        """Return True if :meth:`pack` of this feed would run no user code."""
+        """Return True if :meth:`pack` would copy this feed without running user
+        code."""
         return feed.sources is not None and self._planned is not None and manifest is self._planned.manifest
 
     def pack(

@@ -103,7 +103,10 @@ class WritableSlot(Mapping[str, torch.Tensor]):
             raise UsageError(f"this writable slot {what}", hint="call arena_like again for the next version")
 
     def mark_taken(self) -> None:
-        """Mark the slot as published, and empty the tensors."""
+        """Note that the slot was published (now the publish frees it).
+
+        Empty the tensors.
+        """
         self._close("taken")
 
     def digest(self, begun: Begun = lambda copies: None) -> Packing:
@@ -114,8 +117,10 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         return packing_of(self.slot, begun)
 
     def _close(self, state: Literal["taken", "dropped"]) -> None:
-        """Set the state, and make all tensors empty, so that late writes raise
-        errors."""
+        """Set the state, and make all tensors empty.
+
+        A later write to one of them raises an error.
+        """
         self._state = state
         with torch.no_grad():
             for tensor in self._tensors.values():

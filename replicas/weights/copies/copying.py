@@ -265,7 +265,8 @@ class Prefix:
         self._ahead: dict[int, int] = {}
 
     def filled(self, start: int, end: int) -> None:
-        """Count bytes ``start`` to ``end`` as filled; report if enough are new."""
+        """Count bytes ``start`` to ``end`` as filled. Report the bytes filled from the
+        start if these are 8 MiB more than last time."""
         if start == end:
             return
         self._ahead[start] = end
@@ -367,7 +368,8 @@ class Copier:
             self.filled(step.start, step.end)
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:
-        """Copy one tensor on this thread; it fills the bytes ``start`` to ``end``."""
+        """Copy one tensor on this thread; it fills the bytes ``start`` to ``end``.
+        ``name``: of the tensor, for errors."""
         copy_elements(destination, source, name=name)
         self.filled(start, end)
 
@@ -394,7 +396,8 @@ class Copier:
                     self._pool.changed.notify()
 
     def finish(self) -> None:
-        """End the copy; the digest follows. Raise ValueError for unfilled bytes."""
+        """End the copy; the digest follows, or is made here without helpers. Raise
+        ValueError for unfilled bytes."""
         locked(self._pool.lock, self._finish)
         if not self._blocks:
             self._bytes = None

@@ -96,7 +96,7 @@ class Kinds:
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], published: Sequence[torch.dtype]
     ) -> None:
-        """Keep all dtypes and shapes; ``published`` dtypes are of the other side."""
+        """Keep all arguments; the ``published`` dtypes are of the copy's other side."""
         self.shapes, self.dtypes = list(shapes), list(dtypes)
         self.items = np.fromiter((dtype.itemsize for dtype in dtypes), dtype=np.uintp, count=len(self.dtypes))
         self.sizes = np.fromiter(map(math.prod, shapes), dtype=np.uintp, count=len(self.dtypes)) * self.items
@@ -129,7 +129,8 @@ class Kinds:
         return found
 
     def _find_some(self, found: Found, few: slice, first: int) -> bool:
-        """Find the memory of the slice ``few`` of the tensors; False if one differs."""
+        """Fill in ``found`` for the slice ``few`` of its tensors. Return False if one
+        differs from its kind. ``first``: number of the first tensor's kind."""
         some = found.tensors[few]
         size = len(some)
         these = slice(few.start + first, few.start + first + size)
@@ -240,12 +241,12 @@ class HostCopies:
     ) -> None:
         """Keep the arguments; copy nothing yet.
 
+        :param found: the user's tensors and their memory. :param kinds: their kinds.
         :param ours: the address of each piece.
         :param starts: each piece's first byte, as in the cuts.
         :param piece: returns a piece as a tensor, for tensors that are not runs.
-        :param kinds: of the tensors that were found.
         :param load: copy to the tensors instead of from them.
-        :param name: returns the name of a piece's tensor.
+        :param name: returns the name of a piece's tensor, by index.
         """
         self._found, self._kinds, self._ours, self._starts = found, kinds, ours, starts
         self._piece, self._load, self._name = piece, load, name
@@ -336,7 +337,7 @@ class HostCopies:
         raise self._unusable(Cut(0, 0, int(touched[0]), int(touched[-1]) + 1), "changes while it is copied")
 
     def _unusable(self, cut: Cut, why: str) -> ManifestMismatch:
-        """Return the error for the step's first tensor without memory, or ``why``."""
+        """Return the error for the step's first unusable tensor, or else by ``why``."""
         tensors = self._found.tensors
         index = next((index for index in range(cut.first, cut.last) if why_unusable(tensors[index])), cut.first)
         return unusable(self._name(index), tensors[index], why_unusable(tensors[index]) or why)

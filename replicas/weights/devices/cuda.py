@@ -76,7 +76,7 @@ def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
 
 
 def _in_this_process(pid: int, give_back: Callable[[], None], *kept: object) -> None:
-    """Call ``give_back`` unless this is a forked child; ``kept`` lives until then."""
+    """Call ``give_back`` if this is process ``pid``, not a forked child of it."""
     if pid == os.getpid():
         give_back()
 
@@ -85,7 +85,7 @@ class CudaEvent(Event):
     """An event of torch's; :class:`Event` describes the methods."""
 
     def __init__(self, event: Any, uuid: str, index: int, handle: bytes = b"") -> None:
-        """Wrap an event of torch on the GPU ``uuid``, torch's number ``index``."""
+        """Keep torch's ``event`` on the GPU ``uuid``, which torch numbers ``index``."""
         self.handle = handle
         self._event = event
         self._uuid = uuid
@@ -123,7 +123,7 @@ class CudaRegistration(Registration):
     """Host memory pinned by the driver; unpinned when closed or garbage-collected."""
 
     def __init__(self, host: torch.Tensor, give_back: Callable[[], None]) -> None:
-        """Keep pinned memory; ``give_back`` unpins it."""
+        """Keep pinned memory; ``give_back`` is called once, at the end, to unpin it."""
         self._end = weakref.finalize(self, _in_this_process, os.getpid(), give_back, host)  # mapped until then
         self._end.atexit = False
 
@@ -139,6 +139,7 @@ class Cuda(Accelerator):
     group_backend = "nccl"
 
     def __init__(self) -> None:
+        """Begin without a device; initialise nothing."""
         self._lock = threading.RLock()  # garbage collection in the same thread may give memory back
         self._visible: tuple[str, ...] | None = None
         self._home = ""
@@ -300,7 +301,7 @@ class Cuda(Accelerator):
         return CudaRegistration(host, lambda: self._give_back("cuMemHostUnregister", index, address))
 
     def _give_back(self, function: str, index: int, address: int) -> None:
-        """Free memory by this driver function, in a finalizer; only log an error."""
+        """Free memory by a driver ``function``, on GPU ``index``; only log an error."""
         try:
             with self._in_context(index):
                 driver.call(function, address)
@@ -392,8 +393,10 @@ class Cuda(Accelerator):
         return found
 
     def _index(self, uuid: str) -> int:
-        """Return torch's number of the device, after initialising CUDA in torch. Raises
-        WorldError if this process cannot use the device."""
+        """Initialise CUDA in torch.
+
+        Return its number of the GPU or raise WorldError.
+        """
         visible = self.visible()
         if uuid not in visible:
             text = f"GPU {uuid} is not visible to process {os.getpid()}, which sees {', '.join(visible) or 'none'}"

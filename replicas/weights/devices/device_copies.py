@@ -87,10 +87,11 @@ class _DeviceSink:
     """Computes the digest of device memory on the device, once all bytes are there."""
 
     def __init__(self, accelerator: Accelerator, data: torch.Tensor, device: str, progress: Progress | None) -> None:
-        """Begin with no byte arrived.
+        """Begin with no byte arrived; start nothing.
 
         :param data: the memory to digest. :param device: UUID of its GPU.
-        :param progress: called with the number of bytes filled from the start.
+        :param progress: called in :meth:`filled` and :meth:`finish`, with the number of
+            bytes that have arrived from the start on; None: not reported.
         """
         self.digest: Future[str] = Future()
         self._accelerator = accelerator
@@ -107,9 +108,10 @@ class _DeviceSink:
             self._prefix.filled(start, end)
 
     def finish(self) -> None:
-        """Compute the digest on the device, wait for it, and set the future.
+        """Report all bytes to the progress callback; then compute the digest.
 
-        Before, report that all bytes have arrived.
+        Called on the follower's thread after the last byte. Blocks until the device has
+        computed it, and sets the future ``digest``.
         """
         if self._prefix is not None:
             self._prefix.finish()
@@ -142,7 +144,8 @@ class DeviceCopies:
         """Start the follower thread, and call ``options.begun``; copy nothing yet.
 
         :param data: uint8, the run of bytes to fill.
-        :param progress: called with the number of bytes filled from the start.
+        :param progress: called on the follower's thread, with the number of bytes
+            filled from the start.
         """
         self.copied: Future[float] = Future()
         self.ended = Latch()
@@ -202,7 +205,8 @@ class DeviceCopies:
         self._give_up("its block was left")
 
     def _give_up(self, why: str) -> None:
-        """Have the follower fail the futures with a SyncError that says ``why``."""
+        """Have the follower's thread fail the futures: a SyncError that says
+        ``why``."""
         self._batches.put(SyncError(f"given up: {why}", phase="pack", hint=""))
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:

@@ -153,7 +153,8 @@ class Arena:
             return tuple(self._foreign)
 
     def prepare(self, nbytes: int, at_most: int | None = None) -> None:
-        """Have a thread allocate memory for slots that lack it, ``at_most`` so many."""
+        """Have a thread allocate memory of ``nbytes`` for slots that lack it, for
+        ``at_most`` of them; do not wait."""
         with self._lock:
             lacking = [
                 slot._buffer is None or (slot.state == "free" and not _fits(slot, nbytes)) or slot._buffer.shown
@@ -202,7 +203,7 @@ class Arena:
             slot.state, slot.digest = SLOT.next(slot.state, "completed"), digest
 
     def assign(self, slot: Slot, version: int) -> None:
-        """Set the version of a slot being filled, if unknown when it was acquired."""
+        """Set the version of a slot being filled that was acquired without one."""
         with self._lock:
             if slot.state != "filling":
                 raise ValueError(f"{slot!r} is not being filled")
@@ -218,7 +219,8 @@ class Arena:
         self.on_change()
 
     def release(self, version: int) -> bool:
-        """Free a version's slot, now or with its last pin; False if it is not held."""
+        """Free a version's slot, now or with its last pin. Return False if none holds
+        it."""
         with self._lock:
             slot = self.find(version)
             if slot is None:
@@ -231,7 +233,7 @@ class Arena:
         return True
 
     def released(self, version: int) -> None:
-        """Stop waiting for processes that read ``version``: they keep its memory."""
+        """Let the slot of ``version`` be reused; its readers keep the old memory."""
         with self._lock:
             for slot in self._slots:
                 if slot._buffer is not None and slot._buffer.offered == version:
@@ -247,7 +249,7 @@ class Arena:
 
     def borrow(self, place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
         """Open another process's memory of ``version``, which is at ``place``; the
-        caller closes it. ``lock``: until then it is not refilled."""
+        caller closes it. ``lock``: keep its owner from refilling it until then."""
         buffer = Buffer.open(place, version, lock=lock)
         buffer.keep_mappings_in(self._kept)
         return buffer
@@ -292,7 +294,8 @@ class Arena:
             slot.pins += 1
 
     def unpin(self, slot: Slot) -> None:
-        """Remove a user of a slot; the last one may free it, if leaving or foreign."""
+        """Remove a user of a slot. The last one frees it if it is released or
+        foreign."""
         dropped = 0
         with self._lock:
             if slot.pins < 1:
@@ -315,7 +318,7 @@ class Arena:
             return next((slot for slot in self._held() if slot.version == version), None)
 
     def find_pinned(self, version: int) -> Slot | None:
-        """Return the slot of ``version``, pinned for the caller to unpin; or None."""
+        """Pin and return the slot of ``version``, or None. The caller unpins it."""
         with self._lock:
             slot = self.find(version)
             if slot is not None:

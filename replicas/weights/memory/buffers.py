@@ -72,7 +72,8 @@ class BufferWatcher(Protocol):
     """An object that is told when a buffer is closed."""
 
     def buffer_closed(self, key: int) -> None:
-        """Handle the end of the buffer that has this ``key``."""
+        """Handle the end of the buffer with this ``key``, on the thread that closed
+        it."""
 
 
 class Buffer:
@@ -93,7 +94,8 @@ class Buffer:
     device = ""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
-        """Take over ``fd``, but not its locks: the sending process may hold them."""
+        """Take over ``fd``, an open memfd of ``nbytes``, without its locks. Map
+        nothing."""
         self.fd = fd
         self.nbytes = nbytes
         self.key = next(_KEYS)
@@ -164,15 +166,18 @@ class Buffer:
 
     @classmethod
     def _adopted(cls, fd: int, device: str, *, writable: bool) -> Buffer:
-        """Return a buffer of this class over ``fd``, which it takes over."""
+        """Return a buffer of this class over ``fd``, which it takes over. Map
+        nothing."""
         return cls(fd, os.fstat(fd).st_size, writable=writable)
 
     @staticmethod
     def open(place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
         """Open memory of another process, found at ``place``, for reading.
 
+        :param version: that it should hold, for error texts.
         :param lock: prevent a refill until this buffer is closed; else check
             :attr:`unchanged` after reading.
+        :raises Gone: the process has ended, or the memory is gone or reused.
         """
         fd = hold(place, version, lock=lock)
         buffer = (Buffer.on_device if place.device else Buffer)._adopted(fd, place.device, writable=False)
@@ -206,11 +211,13 @@ class Buffer:
         return "claimed"
 
     def abandon(self) -> None:
-        """Undo a claim, as the buffer was not filled: it then holds no version."""
+        """Release the lock of :meth:`claim`, as the buffer was not filled: it is
+        empty."""
         locks.unlock(self._open_fd)
 
     def offer(self, version: int) -> None:
-        """Announce that ``version`` is complete: others may read it. Ends the claim."""
+        """Announce that ``version`` is complete: flag it, and release the claim's
+        lock."""
         self.serial += 1
         locks.flag(self._open_fd, self.serial)  # before the lock is released, as readers check the flag
         self.offered, self.released = version, False
@@ -339,7 +346,8 @@ class Buffer:
         """GPU memory: have this thread's current stream wait for that event."""
 
     def keep_mappings_in(self, kept: KeptMappings) -> None:
-        """Let ``kept`` keep the mapping, for the next buffer of the same file."""
+        """Have ``kept`` make and keep the mapping, so that a later buffer can reuse
+        it."""
         self._kept = kept
 
     def close(self) -> None:

@@ -281,8 +281,10 @@ class KeptMappings:
         self._let_go(dropped)
 
     def drop(self, inode: int) -> None:
-        """Drop the mapping of the file ``inode``, because it will not be filled
-        again."""
+        """Forget the mapping of the file ``inode``, which will not be filled again.
+
+        Unpin it on a new thread.
+        """
         with self._lock:
             found = self._kept.pop(inode, None)
             if found is not None:
