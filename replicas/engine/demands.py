@@ -36,14 +36,20 @@ class Demand(NamedTuple):
     most: int | None
 
     def admits(self, version: int) -> bool:
-        """Return True if this version may answer."""
+        """Return True if this version is one of those that may answer.
+
+        Change nothing.
+        """
         return self.least <= version and (self.most is None or version <= self.most)
 
 
 def demand_of(text: str, labels: Mapping[str, int]) -> Demand:
-    """Read a demand: a number, ``>=`` and a number, or a label.
+    """Return the demand that a request's header expresses; change nothing.
 
-    :raises ValueError: it is none of these; the text names them.
+    :param text: the header's value: a number, ``>=`` and a number, or a label.
+    :param labels: the version that each label points to now; a demand by label is for
+        that version.
+    :raises ValueError: ``text`` is none of these; the error names the labels.
     """
     text = text.strip()
     if found := _NUMBER.match(text):
@@ -66,20 +72,30 @@ class Answer:
     """
 
     def __init__(self, possible: Callable[[], Set[int]], demand: Demand | None) -> None:
+        """Call ``possible`` once, to note the versions at the request's arrival.
+
+        Send nothing.
+
+        :param possible: returns the versions with which the server may answer now.
+            Called again, by the sender, before each message of the answer.
+        :param demand: the versions that the request accepts; None: any.
+        """
         self._possible_now, self._demand = possible, demand
         self._possible = set(possible())
         self.began = self.cut = False
 
     @property
     def text(self) -> str:
-        """The value of the header: ``7``, or ``7-8``."""
+        """The header's value: the version of the answer, ``7``, or ``7-8`` if it may be
+        of two."""
         return "-".join(str(version) for version in sorted({min(self._possible), max(self._possible)}))
 
     @property
     def refusal(self) -> tuple[int, str] | None:
-        """HTTP status and text with which the demand is refused now, or None.
+        """HTTP status and text to refuse the request with; None if the demand is met.
 
-        503 if the version is being loaded, 409 if it is not served.
+        Judged by the versions that were possible since the request came: 503 if only
+        some of them are demanded (a load decides it), 409 if none is.
         """
         demand = self._demand
         if demand is None or all(map(demand.admits, self._possible)):
@@ -88,14 +104,19 @@ class Answer:
         return (503, f"{text}: it is loading") if any(map(demand.admits, self._possible)) else (409, text)
 
     def to(self, send: Send) -> Send:
-        """Return a ``send`` that adds the header, and sends no byte of another version.
-        A websocket is checked as it is accepted.
+        """Wrap an ASGI ``send`` so that it adds the version header, and stops the
+        answer once another version than those demanded may be in it.
 
-        It raises :class:`CutOff` once the demand is no longer met.
+        The wrapped function then raises :class:`CutOff`, and sends nothing. The demand
+        of a websocket is checked only when it is accepted.
         """
 
         async def sent(message: MutableMapping[str, Any]) -> None:
-            """Send ``message``, with the header, unless the demand is no longer met."""
+            """Send an ASGI ``message``, the first one with the version header.
+
+            :raises CutOff: a version that is not demanded may answer now; nothing was
+                sent.
+            """
             if self.began and message["type"].startswith("websocket."):
                 await send(message)
                 return

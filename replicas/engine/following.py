@@ -115,7 +115,7 @@ class Plan:
     verify_load: VerifyLoad = "first"
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an argument that is not valid."""
+        """Raise UsageError for a field that is not valid."""
         for what, given, known in (("mode", self.mode, PauseMode), ("verify_load", self.verify_load, VerifyLoad)):
             if given not in get_args(known):
                 names = ", ".join(f'"{name}"' for name in get_args(known))
@@ -132,27 +132,38 @@ class _Watch:
     when ``stop`` is set before the engine is up."""
 
     def __init__(self, engine: Engine, stop: threading.Event) -> None:
+        """Store the arguments; the thread starts in :meth:`__enter__`.
+
+        :param engine: asked for its health; aborted once if it is gone, and closed at
+            the end.
+        :param stop: if it is set before the engine is up, the wait for the engine is
+            aborted.
+        """
         self._engine, self._stop = engine, stop
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="replicas-engine-watch", daemon=True)
         self.is_starting = True
 
     def __enter__(self) -> Self:
-        """Start the thread."""
+        """Start the watching thread."""
         self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the engine, and end the thread."""
+        """Close the engine; end the thread, for which it waits 0.5 s at most."""
         self._over.set()
         self._engine.close()
         self._thread.join(BEAT_S)
 
     def _run(self) -> None:
-        """Ask for the engine's health at intervals; abort its verbs once and return
-        when it is gone, or when ``stop`` is set before it is up."""
+        """On the thread: ask for the engine's health four times a second, until the
+        exit.
+
+        When the engine is gone, or when ``stop`` is set before it is up, call its
+        ``abort`` once, and return.
+        """
         while not self._over.wait(BEAT_S / 2):
             stopped = "it was stopped" if self.is_starting and self._stop.is_set() else ""
             if reason := stopped or self._engine.health():
@@ -164,6 +175,13 @@ class Follower:
     """Loads the versions of one channel into one server that is up."""
 
     def __init__(self, engine: Engine, plan: Plan, gate: GateLike | None, stop: threading.Event) -> None:
+        """Store the arguments; :meth:`run` does the work.
+
+        :param engine: the verbs of a server that is up.
+        :param plan: when and how to load.
+        :param gate: opened with each loaded version; None: there is no gate.
+        :param stop: ends :meth:`run` when it is set.
+        """
         self._engine, self._plan, self._gate, self._stop = engine, plan, gate, stop
         self._longest_s = self._serves_until = 0.0
         self._fitting = self._proven = ""
@@ -195,16 +213,21 @@ class Follower:
                         self._load_or_refuse(update, channel.latest)
 
     def _raise_if_gone(self) -> None:
-        """Raise SyncError if the engine is gone."""
+        """Raise SyncError if the engine's health, which is asked for, says that it is
+        gone."""
         if reason := self._engine.health():
             raise _lost(reason)
 
     def _next(self, channel: Channel) -> Update | None:
-        """Wait for the next version to load; return its update, or None once ``stop``
-        is set.
+        """Wait for the next version to load.
 
-        First the server serves for its share of the time. There is no deadline;
-        SyncError is raised if the engine is gone meanwhile.
+        Return its update, or None once ``stop`` is set.
+
+        First the server serves for its share of the time (``min_serving``). There is no
+        deadline. Meanwhile the gate is told the channel's labels.
+
+        :raises replicas.errors.SyncError: the engine is gone.
+        :raises replicas.errors.ReplicasError: the membership of the channel has ended.
         """
         while (rest_s := self._serves_until - time.monotonic()) > 0 and not self._stop.wait(min(rest_s, BEAT_S)):
             self._raise_if_gone()
@@ -220,16 +243,16 @@ class Follower:
 
     @property
     def _load_timeout_s(self) -> float:
-        """Limit of a load in seconds: a multiple of the longest load so far; 300 before
-        the first."""
+        """Seconds for each verb of the next load: 10 times the longest load so far, but
+        20 at least; 300 before the first load."""
         return max(USUAL_LOAD_MIN_S, USUAL_LOADS * self._longest_s) if self._longest_s else LOAD_TIMEOUT_S
 
     def _fits(self, update: Update) -> bool:
-        """Have the engine check the version; if it does not fit, refuse it and return
-        False.
+        """Return True if the engine can load the version; load nothing.
 
-        A version with the manifest (names, shapes, dtypes) of the last loaded one fits
-        without a check. Nothing is loaded here.
+        If not, report it to the channel as refused (which ends the update), and return
+        False. The engine is asked unless names, shapes and dtypes are those of the last
+        loaded version.
         """
         if update.manifest.hash == self._fitting:
             return True
@@ -239,10 +262,16 @@ class Follower:
         return not misfit
 
     def _wait_for_lockstep(self, update: Update) -> bool:
-        """Report that this target can load the version; wait until all targets may.
+        """Report that this target can load the version.
 
-        :returns: True without a wait if the channel does not load together; False if no
-            target loads the version (the engine then drops it), or ``stop`` is set.
+        Wait until all targets are to load it.
+
+        There is no deadline here: the coordinator decides within the channel's.
+
+        :returns: True if it is to be loaded now, without a wait if the channel does not
+            load together. False if no target loads it (the engine then drops it), or if
+            ``stop`` was set.
+        :raises replicas.errors.SyncError: the engine is gone.
         """
         pending = update.adopt(whole=True)
         while not self._stop.is_set():
@@ -259,17 +288,24 @@ class Follower:
         return False
 
     def _refuse(self, update: Update, misfit: errors.SyncError | str) -> None:
-        """Report to the channel that this target refuses the version, and log
-        ``misfit``."""
+        """Report to the channel that this target refuses the version and keeps its own.
+
+        Log it.
+
+        :param misfit: the reason.
+        """
         logger.warning("refusing version %d, and serving the one before: %s", update.version, misfit)
         update.refuse(misfit)
 
     def _load_or_refuse(self, update: Update, latest: int) -> None:
-        """Load the version; if the engine refuses it, report it to the channel as
-        refused.
+        """Load the version into the server.
+
+        If the engine refuses it, tell the channel so.
+
+        The server then continues with its version, and nothing is raised.
 
         :param latest: number of the channel's newest version.
-        :raises replicas.errors.SyncError: as :meth:`_load`.
+        :raises replicas.errors.ReplicasError: as :meth:`_load`.
         """
         try:
             self._refuse_older(update.version, latest)
@@ -279,12 +315,11 @@ class Follower:
             self._refuse(update, error)
 
     def _refuse_older(self, version: int, latest: int) -> None:
-        """Raise Refused if the engine reports a newer version, which another program
-        has loaded.
+        """Raise Refused if the engine serves a newer version than ``version``.
 
-        A server that has outlived its run reports a version number of that run. Before
-        the first load a number above ``latest``, the newest of this run, is therefore
-        ignored.
+        Then another program has loaded that one. A server that has outlived its run
+        reports a version number of that run: before the first load a number above
+        ``latest``, the newest of this run, is ignored.
         """
         said = self._engine.version()
         if said is not None and said > version and (self._fitting or said <= latest):
@@ -292,9 +327,13 @@ class Follower:
             raise Refused(text, phase="load", hint="let one follower alone load versions into a server")
 
     def _load(self, update: Update) -> None:
-        """Pause, load, reset the caches, resume, open the gate.
+        """Pause the engine, load, reset the caches, resume, open the gate.
 
-        :raises Refused: the server continues with the previous version.
+        Each step waits.
+
+        Record how long the load and the pause took, for the limit and time of the next.
+
+        :raises Refused: the model is unchanged; the server was resumed with it.
         :raises replicas.errors.ReplicasError: any other failure; the gate is shut then,
             and the server left paused.
         """
@@ -334,12 +373,18 @@ class Follower:
         )
 
     def _replace(self, update: Update, limit_s: float) -> None:
-        """Load the version and verify it; after a failure, shut the gate and do both
-        once more.
+        """Load the version into the paused engine and verify it.
 
+        After a failure do both again.
+
+        Before the second attempt the gate is shut. It stays shut after a success: the
+        caller opens it when the engine has resumed.
+
+        :param limit_s: seconds for each call of the engine (load or comparison), in
+            each attempt.
         :raises Refused: the first load was refused: the model is unchanged.
         :raises replicas.errors.SyncError: the second attempt failed, too, or the engine
-            is gone.
+            is gone. The model may be a mixture of versions.
         """
         try:
             self._engine.load(update, limit_s)
@@ -358,9 +403,12 @@ class Follower:
             self._prove(update, limit_s)
 
     def _prove(self, update: Update, limit_s: float) -> None:
-        """Compare the engine's tensors with the version if ``verify_load`` asks for it.
-        An engine that cannot compare is only logged.
+        """Compare the engine's tensors with the version if ``verify_load`` asks for it
+        now.
 
+        An engine that cannot compare is logged, and passes.
+
+        :param limit_s: seconds for the comparison.
         :raises replicas.errors.SyncError: they differ.
         """
         when, manifest = self._plan.verify_load, update.manifest.hash
@@ -379,8 +427,11 @@ class Follower:
             logger.info("%s cannot compare its tensors with version %d: unverified", self._engine.name, update.version)
 
     def _open_gate(self, version: int) -> None:
-        """Open the gate with this version, if there is a gate; warm the engine up
-        before its first version."""
+        """Open the gate with this version, if there is a gate.
+
+        Before its first version, first wait until the engine has warmed up, for 300 s
+        at most.
+        """
         gate = self._gate
         if gate is None:
             return
@@ -390,5 +441,5 @@ class Follower:
 
 
 def _lost(reason: str) -> errors.SyncError:
-    """Return a SyncError with this reason, for a server that is gone; raise nothing."""
+    """Return (do not raise) a SyncError with this reason, for a server that is gone."""
     return errors.SyncError(reason, phase="load", hint="see the server's own log")

@@ -47,19 +47,26 @@ class GateLike(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the last :meth:`open`, also after a :meth:`shut`; 0 before the
-        first."""
+        """The version of the last :meth:`open`, also after a :meth:`shut`; 0 before."""
 
     def open(self, version: int) -> None:
-        """Admit requests, and record this version as the one with which the server
-        answers."""
+        """Admit requests from now on.
+
+        Record ``version`` as the one that the server serves.
+        """
 
     def shut(self) -> None:
-        """Admit no more requests, until the next :meth:`open`."""
+        """Admit no more requests until the next :meth:`open`.
+
+        Do not wait for admitted ones.
+        """
 
     def paused(self, seconds: float) -> None:
-        """Add to the gate's total the ``seconds`` for which one load has paused the
-        server."""
+        """Add ``seconds``, for which a load has paused the server, to a total for
+        metrics.
+
+        It changes nothing else: requests are not held back by this call.
+        """
 
 
 @runtime_checkable
@@ -68,13 +75,18 @@ class DemandGate(GateLike, Protocol):
     version answers a request."""
 
     def load(self, version: int) -> None:
-        """Note that this version may answer from now on, until the next :meth:`open`.
+        """Record that the load of ``version`` begins: from now on answers may be of it,
+        too.
 
-        Its load begins. 0 means that the load was refused.
+        That holds until the next :meth:`open`. 0 ends it, as the load was refused.
         """
 
     def set_labels(self, labels: Mapping[str, int]) -> None:
-        """Note the version of each label of the channel."""
+        """Replace the channel's labels, by which requests may demand a version.
+
+        :param labels: the version that each label points to. Called about twice a
+            second while the follower waits for a version, mostly with the same ones.
+        """
 
 
 class Engine(Protocol):
@@ -103,83 +115,120 @@ class Engine(Protocol):
     pauses: bool = True
 
     def wait_until_up(self, timeout_s: float) -> None:
-        """Wait until the server answers, and start to watch its health. The default
-        does nothing.
+        """Wait until the server answers.
 
-        :raises replicas.errors.SyncError: the server is gone, or not up in time.
+        Then start to watch its health, until :meth:`close`.
+
+        The default does nothing.
+
+        :raises replicas.errors.SyncError: the server is gone, or not up within
+            ``timeout_s``.
         :raises replicas.errors.UsageError: the server cannot be followed, such as an
             old release.
         """
         return
 
     def attach(self, identity: Identity, timeout_s: float) -> None:
-        """Have the server's workers join the channel, as ranks 1 to ``workers``; the
-        follower is rank 0. The default, for a server without workers, does nothing."""
+        """Have the server's workers join the channel, and wait for that; called once.
+
+        They are ranks 1 to ``workers`` of the follower's replica, in which it is rank
+        0. The default, for a server without workers, does nothing.
+
+        :param identity: channel, replica and coordinator to join.
+        :raises replicas.errors.SyncError: they have not joined within ``timeout_s``.
+        """
         return
 
     def check(self, update: Update, timeout_s: float) -> str:
-        """Return why the version does not fit the model, or an empty text if it fits or
-        the engine cannot tell.
+        """Return why the version does not fit the model, or an empty text.
 
-        Nothing is loaded, and the server keeps serving. The default is an empty text.
-        Called when names, shapes or dtypes differ from those of the last version that
-        fitted.
+        The text is empty, too, if the engine cannot tell, and by default. Nothing is
+        loaded, and the server keeps serving. Called when names, shapes or dtypes differ
+        from those of the last version that was loaded.
         """
         return ""
 
     def drop(self, update: Update, reason: str, timeout_s: float) -> None:
-        """Release what :meth:`check` has opened: the version is not loaded, as another
-        target of a channel with ``adopt_together`` cannot load it. The default does
-        nothing."""
+        """Release what :meth:`check` has opened for a version that is not loaded after
+        all.
+
+        Called if another target of a channel with ``adopt_together`` cannot load the
+        version. The default does nothing.
+
+        :param reason: why it is not loaded, as text.
+        """
         return
 
     @abstractmethod
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Stop the server's computation until :meth:`resume`; return when it is
-        stopped.
+        """Stop the server's computation until :meth:`resume`.
 
-        :param mode: before, keep the requests in flight frozen (``"keep"``), wait for
-            them to end (``"wait"``), or abort them (``"abort"``).
+        Return when it is stopped.
+
+        :param mode: what becomes of requests in flight: they are frozen (``"keep"``),
+            waited for (``"wait"``), or aborted (``"abort"``).
+        :raises replicas.errors.SyncError: it is not stopped within ``timeout_s``.
         """
 
     @abstractmethod
     def load(self, update: Update, timeout_s: float) -> None:
-        """Load the version as a whole, whatever state an earlier load has left; return
-        when it is loaded.
+        """Load the version into the paused server as a whole; return when it is loaded.
 
-        Called once more after a failure. ``update.path`` is the version as a
-        safetensors file, ``update.load_into(model)`` copies it.
+        After a failure it is called once more for the same version: it must then write
+        every tensor, whatever the first call has left.
 
+        :param update: open during the call. ``update.path`` is the version as a
+            safetensors file, ``update.load_into(model)`` copies it.
+        :param timeout_s: when it runs out, raise SyncError; the model may be half
+            written. Stop the load, or have the next call wait for its end.
         :raises replicas.engine.Refused: the version does not fit, and the model is
             unchanged: the server continues with it.
+        :raises replicas.errors.SyncError: any other failure.
         """
 
     @abstractmethod
     def reset_caches(self, timeout_s: float) -> None:
-        """Have the server forget everything computed with the previous version:
-        prefixes, keys and values of kept requests, outputs of encoders, external
-        stores.
+        """Have the paused server forget all that was computed with the previous
+        version.
+
+        That is prefixes, keys and values of kept requests, outputs of encoders, and
+        external stores. Called after each load.
 
         :raises replicas.errors.SyncError: a cache cannot be reset.
         """
 
     @abstractmethod
     def resume(self, timeout_s: float) -> None:
-        """Let the server compute again, first the requests that :meth:`pause` has
-        kept."""
+        """Let the paused server compute again, first the requests that :meth:`pause`
+        kept.
+
+        Also called after a refused load. It is not called after another failure.
+
+        :raises replicas.errors.SyncError: the server does not confirm within
+            ``timeout_s``.
+        """
 
     def warm_up(self, timeout_s: float) -> None:
-        """Have the server compute an answer, before its gate opens for the first time.
-        The default does nothing."""
+        """Have the server compute an answer, and wait for it, before its gate first
+        opens.
+
+        The default does nothing.
+        """
         return
 
     def version(self) -> int | None:
-        """Return the number of the version that the server itself reports, or None if
-        it reports none."""
+        """Return the version number that the server itself reports, or None if it
+        reports none.
+
+        The default is None. Called before and after each load.
+        """
         return None
 
     def checksum(self, update: Update, timeout_s: float) -> str | None:
-        """Compare the server's own tensors with the version.
+        """Compare the tensors in the server with the version, after a load, while it is
+        paused.
+
+        The default is None.
 
         :returns: the names of what differs, or an empty text if nothing does; None if
             the engine cannot compare.
@@ -187,15 +236,25 @@ class Engine(Protocol):
         return None
 
     def health(self) -> str:
-        """Return why the server is gone, or an empty text while it lives. Returns
-        immediately; called on any thread."""
+        """Return why the server is gone, or an empty text while it lives.
+
+        Called several times a second, on any thread: return immediately. The default is
+        empty.
+        """
         return ""
 
     def abort(self, reason: str) -> None:
-        """Make the current verb and every later one fail; called on any thread. The
-        default does nothing."""
+        """Make the verb that runs now, and every later one, raise SyncError.
+
+        Called on a thread of the follower, once. The default does nothing.
+
+        :param reason: why, for the error.
+        """
         return
 
     def close(self) -> None:
-        """Stop the watch of :meth:`wait_until_up`. The server itself keeps running."""
+        """End what :meth:`wait_until_up` has started, such as threads; the last call.
+
+        The server itself keeps running. The default does nothing.
+        """
         return

@@ -28,7 +28,8 @@ _beacon: Beacon | None = None
 
 
 def own_process() -> ProcessIdentity:
-    """Return the identity of this process (pid, start time, boot, namespace)."""
+    """Return the identity of this process (pid, start time, boot, namespace), read from
+    /proc."""
     return ProcessIdentity(os.getpid(), int(stat_fields("self")[START_TIME]), boot_id(), namespace("pid"))
 
 
@@ -54,15 +55,18 @@ def own_beacon() -> Beacon:
 
 
 def own_door() -> str:
-    """Return the address of this process's descriptor socket; "" if it has none yet."""
+    """Return the address and secret of this process's descriptor socket, as one text.
+
+    "" if :func:`own_beacon` has not opened it, or could not.
+    """
     return _beacon.door if _beacon is not None and _beacon.pid == os.getpid() else ""
 
 
 def find(beacons: Sequence[Beacon]) -> int:
-    """Return the index of the first beacon on this host; -1 if there is none.
+    """Return the index of the first beacon that is on this host; -1 if there is none.
 
-    It reads their nonces through ``/proc``, and then asks the processes' sockets: it
-    blocks for up to 4 s, so it is called on a thread.
+    A beacon is on this host if its nonce can be read: through ``/proc``, or else by the
+    socket of its process. This blocks for up to 4 s; call it on a thread.
     """
     until = time.monotonic() + _FIND_S - ANSWER_S
     for index, beacon in enumerate(beacons):

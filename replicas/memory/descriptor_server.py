@@ -84,16 +84,19 @@ class DescriptorServer:
         os.register_at_fork(after_in_child=self.close_after_fork)
 
     def close_after_fork(self) -> None:
-        """Close socket and clients, in a forked child, where no thread serves them."""
+        """Close the socket and its clients' connections.
+
+        Called in a forked child, where no thread serves them; the parent's stay open.
+        """
         self._selector.close()
         for one in (self._socket, *self._clients):
             one.close()
         self._clients.clear()
 
     def _serve(self) -> None:
-        """Accept and answer clients for ever, on the server's own thread.
+        """Accept and answer clients until the process ends, on the server's own thread.
 
-        Drop those that send no request in time.
+        Close connections that send no request within 5 s.
         """
         while True:
             waiting = [client.until for client in self._clients.values() if not client.served]
@@ -117,7 +120,7 @@ class DescriptorServer:
     def _admit(self) -> None:
         """Accept a connection, and send it a challenge (a nonce).
 
-        Close it if it is of another user, or one too many.
+        Close it instead if it is of another user, or if there are 1,024 already.
         """
         one, _ = self._socket.accept()
         if len(self._clients) >= CLIENTS or peer_uid(one) != os.geteuid():
@@ -156,7 +159,7 @@ class DescriptorServer:
         return True
 
     def _drop(self, one: socket.socket) -> None:
-        """Close a client's connection, and stop watching it."""
+        """Close a client's connection, and no longer watch or remember it."""
         del self._clients[one]
         self._selector.unregister(one)
         one.close()
@@ -183,18 +186,18 @@ _lock = threading.Lock()
 def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
     """Return a new read-only descriptor of a file that another process has open.
 
-    It blocks for at most :data:`ANSWER_S`, and keeps the connection for
-    :func:`is_open`. The caller owns the descriptor.
+    Ask at that process's door (its socket); block for 2 s at most. The caller closes
+    the descriptor. The connection stays open, for :func:`is_open`.
 
-    :param door: address and secret of that process's socket.
-    :param fd: the descriptor's number there.
+    :param door: address and secret of the process's socket.
+    :param fd: the descriptor's number in that process.
     :param inode: the inode that the file must have; -1: any.
     :param nbytes: the size that it must have; -1: any.
     :raises FileNotFoundError: the descriptor is closed, or now of another file.
     :raises ConnectionError: this network namespace has no such door, or the peer hung
         up.
     :raises PermissionError: the peer is not the process, or of another user.
-    :raises OSError: no answer in time, or no descriptor left here.
+    :raises OSError: no answer in time (TimeoutError), or no descriptor left here.
     """
     address, deadline = SocketAddress.parse(door), time.monotonic() + ANSWER_S
     one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -225,7 +228,9 @@ def fetch(door: str, fd: int, *, inode: int = -1, nbytes: int = -1) -> int:
 
 
 def _within(one: socket.socket, deadline: float) -> socket.socket:
-    """Limit the next call on the socket to the deadline; return the socket.
+    """Set the socket's timeout to the time that is left until a deadline.
+
+    Return the same socket, for the next call on it.
 
     :param deadline: by ``time.monotonic()``.
     :raises TimeoutError: the deadline has passed.
@@ -238,9 +243,12 @@ def _within(one: socket.socket, deadline: float) -> socket.socket:
 
 
 def is_open(door: str) -> bool:
-    """Return True if :func:`fetch` has used this door and its process lives.
+    """Return True if :func:`fetch` has used this door, and its process still lives.
 
-    Close the connection to a process that has ended. It does not block.
+    If the process has ended, close the connection to it, and return False. It does not
+    block.
+
+    :param door: address and secret of the process's socket.
     """
     with _lock:
         one = _open.get(door)
@@ -253,9 +261,9 @@ def is_open(door: str) -> bool:
 
 
 def _keep(door: str, one: int) -> None:
-    """Store the connection to a process's door for :func:`is_open`.
+    """Store the connection to a process's door, by which :func:`is_open` sees its end.
 
-    Close the earlier one, and those to processes that have ended.
+    Close the earlier connection to this door, and those to processes that have ended.
 
     :param one: the connection's descriptor, owned here from now on.
     """
@@ -267,18 +275,24 @@ def _keep(door: str, one: int) -> None:
 
 
 def _has_ended(one: int) -> bool:
-    """Return True if the peer of a connection (a descriptor) has closed it."""
+    """Return True if the peer of a connection has closed it; do not block.
+
+    :param one: descriptor of the connection, of which nothing is read.
+    """
     waiting = select.poll()
     waiting.register(one, select.POLLIN | select.POLLHUP)
     return bool(waiting.poll(0))
 
 
 def _check(address: SocketAddress, reply: bytes, ours: bytes, theirs: bytes, request: bytes) -> None:
-    """Check that a reply comes from a process that knows the door's secret.
+    """Raise an error unless a reply comes from a process that knows the door's secret.
 
-    :param ours: this client's nonce. :param theirs: that of the server.
-    :param request: the request that it answers; the reply's MAC covers all three.
-    :raises PermissionError: it does not prove that.
+    :param address: the door: its name and secret.
+    :param reply: a MAC and the status. The MAC covers both nonces, the request and the
+        status.
+    :param ours: this client's nonce. :param theirs: the server's nonce.
+    :param request: the bytes that the client has sent.
+    :raises PermissionError: the MAC is wrong.
     :raises ConnectionResetError: the reply is empty.
     """
     if not reply:
@@ -289,23 +303,28 @@ def _check(address: SocketAddress, reply: bytes, ours: bytes, theirs: bytes, req
 
 
 def _split(message: bytes) -> tuple[bytes, bytes, bytes]:
-    """Split a message of a client into its challenge, its MAC and the request."""
+    """Split a client's message into (the client's nonce, MAC, request).
+
+    Check nothing.
+    """
     end = _CHALLENGE_NBYTES + _MAC_NBYTES
     return message[:_CHALLENGE_NBYTES], message[_CHALLENGE_NBYTES:end], message[end:]
 
 
 def _mac(address: SocketAddress, *parts: bytes) -> bytes:
-    """Return the HMAC of the concatenated parts, with the door's secret as key."""
+    """Return the HMAC-SHA256 of the concatenated ``parts``, with the door's secret as
+    key."""
     return hmac.digest(address.secret.encode(), b"".join(parts), "sha256")
 
 
 def _proves(mac: bytes, address: SocketAddress, *parts: bytes) -> bool:
-    """Return True if ``mac`` is right for these parts, under the door's secret."""
+    """Return True if ``mac`` is the HMAC of these parts under the door's secret."""
     return hmac.compare_digest(mac, _mac(address, *parts))
 
 
 def _after_fork_in_child() -> None:
-    """Close the parent's connections to doors, in a forked child."""
+    """Close this process's copies of the parent's connections to doors, after a
+    fork."""
     global _lock  # a thread of the parent may have held it
     _lock = threading.Lock()
     for one in _open.values():

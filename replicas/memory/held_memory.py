@@ -41,9 +41,9 @@ log = Log("replicas.memory")
 
 
 def is_in_proc(place: SlotPlace) -> bool:
-    """Return True if this process can open the place's file through ``/proc``.
+    """Return True if this process can see the memory's file in ``/proc``; open nothing.
 
-    :param place: where another process has a version in its memory.
+    :param place: where another process has a version: its pid, descriptor and inode.
     """
     if place.door and place.pid == os.getpid() and place.door != own_door():
         return False  # a process of another container with this pid
@@ -55,23 +55,26 @@ def is_in_proc(place: SlotPlace) -> bool:
 def is_there(place: SlotPlace) -> bool:
     """Return True if another process's memory still exists, as far as is known.
 
-    Its file is in ``/proc``, or the connection to its process's door (the socket that
-    gives away descriptors) is open. It does not block.
+    That is if its file is in ``/proc``, or if the connection to its process's door (the
+    socket that gives away descriptors) is open. It does not block.
+
+    :param place: where the process has the memory.
     """
     return is_in_proc(place) or (place.door not in ("", own_door()) and descriptor_server.is_open(place.door))
 
 
 def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True) -> int:
-    """Open and lock memory of another process on this host.
+    """Open and lock memory of another process on this host, so that it is not refilled.
 
     The caller must have proven that the pid is the process, owner or holder, that named
     the place.
 
-    :param version: for error texts only.
-    :param wait: if ``/proc`` does not show the memory, ask at the process's door, for
-        up to :data:`~replicas.memory.descriptor_server.ANSWER_S`.
+    :param place: where the memory is: process, descriptor, inode and size.
+    :param version: the version in it, for error texts only.
+    :param wait: if ``/proc`` does not show the memory, ask at the process's door, and
+        block for up to 2 s.
     :param lock: take the locks; without them the owner may refill the memory.
-    :returns: a read-only descriptor; closing that ends the locks.
+    :returns: a read-only descriptor, which the caller closes; that ends the locks.
     :raises Gone: the process has ended, or the memory is gone or reused.
     :raises NoCapacity: this process has no descriptor or memory left at the moment.
     :raises WorldError: this process can never open the memory, though it may exist.
@@ -105,18 +108,20 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True
 
 
 def _too_little(what: str, error: OSError, version: int) -> NoCapacity:
-    """Return (do not raise) the error for a limit of this process.
+    """Return (do not raise) the error for a limit of this process that was met.
 
-    :param what: the start of its text. :param error: the limit that was met.
+    :param what: the start of its text. :param error: what the kernel reported.
     """
     why, remedy = describe_limit(error)
     return NoCapacity(f"{what}: {why}", version=version, hint=f"{remedy}; the version is fetched again automatically")
 
 
 def _open(place: SlotPlace, *, wait: bool) -> int:
-    """Return a descriptor of the place's file, by ``/proc`` or else by the door.
+    """Return a new read-only descriptor of the place's file, by ``/proc`` or by the
+    door.
 
-    :param wait: ask at the process's door, for up to 2 s; False: only try ``/proc``.
+    :param wait: if ``/proc`` does not show it, ask at the process's door, for up to 2
+        s.
     :raises FileNotFoundError: the memory or its process is gone, or does not answer.
     :raises OSError: the file cannot be opened here, for another reason.
     """
@@ -150,8 +155,8 @@ class Living(Generic[T]):
     def __init__(self, in_child: Callable[[T], object] | None = None) -> None:
         """Start empty.
 
-        :param in_child: called with each object in a forked child; only for sets that
-            live as long as the process.
+        :param in_child: called with each object after a fork, in the child. Only for
+            sets that live as long as the process; None: nothing is called.
         """
         self._known: dict[int, weakref.ref[T]] = {}
         self._dead: deque[weakref.ref[T]] = deque()
@@ -164,7 +169,10 @@ class Living(Generic[T]):
         return iter(found.values())
 
     def add(self, one: T) -> None:
-        """Add an object, with a weak reference; adding it twice is harmless."""
+        """Add an object by a weak reference: this does not keep it alive.
+
+        Adding it twice is harmless. Dead objects are removed then.
+        """
         while self._dead:
             self._known.pop(id(self._dead.popleft()), None)
         known = weakref.ref(one, self._dead.append)
@@ -177,7 +185,10 @@ class MemoryHolder:
     _living: Living[MemoryHolder] = Living(operator.methodcaller("close_after_fork"))
 
     def __init__(self) -> None:
-        """Start without memory. A forked child closes its descriptors."""
+        """Start without memory.
+
+        After a fork the child closes its copies of the descriptors.
+        """
         self._held: dict[object, tuple[int, int]] = {}
         self._living.add(self)
 
@@ -185,12 +196,13 @@ class MemoryHolder:
         return len(self._held)
 
     def keep(self, key: object, place: SlotPlace, version: int) -> SlotPlace | None:
-        """Hold the memory at ``place`` open; return the place where others can open it.
+        """Open and lock another process's memory, so that it outlives that process.
 
-        That is in this process. It first ends the hold under ``key``. Return None if
-        the memory cannot be held, as on a GPU. It does not block.
+        First close what is held under ``key``. It does not block.
 
         :param key: name for :meth:`let_go`. :param version: for log texts only.
+        :returns: the place in this process at which others can open the memory; None,
+            and a log line, if it cannot be held, as on a GPU.
         """
         self.let_go(key)
         if place.device:
@@ -204,7 +216,8 @@ class MemoryHolder:
         return SlotPlace(os.getpid(), fd, place.inode, place.nbytes, place.serial, place.part, door=own_door())
 
     def let_go(self, key: object) -> None:
-        """Close the memory held under ``key``, if any: its owner may refill it."""
+        """Unlock and close the memory held under ``key``, if any: its owner may refill
+        it."""
         fd, serial = self._held.pop(key, (-1, 0))
         if fd >= 0:
             locks.unlock(fd)  # a child being started may share the file description a moment longer
@@ -212,14 +225,14 @@ class MemoryHolder:
             os.close(fd)
 
     def close(self) -> None:
-        """Close all memory that is held."""
+        """Unlock and close all memory that is held."""
         for key in list(self._held):
             self.let_go(key)
 
     def close_after_fork(self) -> None:
-        """Close the descriptors in a forked child.
+        """Close the descriptors in a forked child, without touching the locks.
 
-        The parent keeps memory and locks.
+        The parent, which shares them, still holds the memory.
         """
         for fd, _ in self._held.values():
             os.close(fd)

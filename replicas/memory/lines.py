@@ -25,7 +25,10 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def _load() -> Any:
-    """Load the compiled C library, and return it; None if it is not there."""
+    """Load the compiled C library and declare its functions; return None if that fails.
+
+    It fails if the library was not compiled, or is of another machine or release.
+    """
     try:
         library = ctypes.CDLL(str(LIBRARY))
         compare, changed, change = library.replicas_compare, library.replicas_changed, library.replicas_change
@@ -53,10 +56,11 @@ class Lines:
     """
 
     def __init__(self, run: Bytes, base: Bytes) -> None:
-        """Start with all bits clear; neither ``run`` nor ``base`` may move.
+        """Start with all bits clear; compare nothing yet.
 
-        :raises ValueError: the sizes differ, or ``run`` does not start at a multiple of
-            64.
+        :param run: the bytes to compare, from an address that is a multiple of 64.
+        :param base: as many bytes to compare them with. Neither is copied, or may move.
+        :raises ValueError: the sizes differ, or ``run`` is not so aligned.
         """
         if run.nbytes != base.nbytes or (run.nbytes and run.ctypes.data % LINE_NBYTES):
             raise ValueError(f"a base of {base.nbytes} bytes does not fit {run.nbytes} bytes at {run.ctypes.data:#x}")
@@ -64,13 +68,14 @@ class Lines:
         self.words = np.zeros(-(-run.nbytes // WORD_NBYTES), np.uint64)
 
     def compare(self, first: int, last: int, threads: int = 1) -> None:
-        """Compare a range of the run's bytes with those of the base.
+        """Compare a range of the run's bytes with those of the base; return when done.
 
-        Set the bits of the lines that differ; clear none. Thread-safe; the C code runs
-        without the GIL.
+        Set in ``words`` the bits of the lines that differ; clear none. May be called on
+        several threads; the C code runs without the GIL.
 
         :param first: the first byte. :param last: the byte after the last.
         :param threads: how many threads of the C code share the work.
+        :raises ValueError: the range is not within the run.
         """
         if not 0 <= first <= last <= self._run.nbytes:
             raise ValueError(f"bytes {first} to {last} of {self._run.nbytes}")
@@ -86,15 +91,21 @@ class Lines:
 def find_changed(
     run: Bytes, base: Bytes, words: npt.NDArray[np.uint64] | None, first: int, last: int, width: int, most: int
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any]] | None:
-    """Return (indices, xors) of elements that differ in bytes ``first`` to ``last``.
+    """Return (indices, xors) of the elements that differ in a range of bytes.
 
-    Return None if more than ``most`` differ. Indices count elements from ``first``; an
-    xor is that of both values.
+    Change none.
 
+    Return None if more than ``most`` elements differ.
+
+    :param run: the new bytes. :param base: the old ones, as many.
     :param words: as :attr:`Lines.words`, to make the C code skip lines that are the
         same; None to compare all.
+    :param first: the first byte; indices count elements from it.
+    :param last: the byte after the last.
     :param width: bytes of an element: 1, 2, 4 or 8; ``first`` and ``last`` are
         multiples of it.
+    :returns: indices in rising order, and for each the xor of the new and the old
+        value.
     """
     kind = f"<u{width}"
     if _library is None:
@@ -109,11 +120,13 @@ def find_changed(
 
 
 def apply_xors(run: Bytes, numbers: npt.NDArray[np.uint32], xors: npt.NDArray[Any]) -> None:
-    """Xor elements of ``run`` with these values, in place.
+    """Xor elements of ``run`` in place, as found by :func:`find_changed`.
 
-    It reverses :func:`find_changed`.
+    This turns the old values into the new ones, and back.
 
-    :param numbers: indices of the elements, which must exist.
+    :param run: bytes of elements of the xors' dtype.
+    :param numbers: indices of the elements, which must exist: no check.
+    :param xors: what to xor each of these with.
     """
     if _library is None:
         run.view(xors.dtype)[numbers] ^= xors

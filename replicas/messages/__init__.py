@@ -133,14 +133,17 @@ _tag_decoder = msgspec.msgpack.Decoder(tuple[int, int, _Tagged])
 
 
 def encode(frame: MemberFrame | ServerFrame) -> bytes:
-    """Return a frame (message with its numbers) as MessagePack."""
+    """Return a frame (a message with its two numbers) as MessagePack.
+
+    Check no limits.
+    """
     return _encoder.encode(frame)
 
 
 def encode_body(body: FromCoordinator | FromMember) -> bytes:
     """Return a message as MessagePack, without a frame, for :func:`encode_frame`.
 
-    So it is encoded once for many receivers or sends.
+    So a message for many receivers, or one that is sent again, is encoded only once.
     """
     return _encoder.encode(body)
 
@@ -148,13 +151,15 @@ def encode_body(body: FromCoordinator | FromMember) -> bytes:
 def encode_frame(seq: int, ack: int, body: bytes) -> bytes:
     """Return the frame of a message that :func:`encode_body` has encoded.
 
-    :param seq: number of the message. :param ack: highest number received.
+    :param seq: number of the message; 0 for one that is never resent.
+    :param ack: the highest number that the sender has received.
+    :param body: the encoded message.
     """
     return _encoder.encode((seq, ack, msgspec.Raw(body)))
 
 
 def decode_member_frame(data: bytes) -> MemberFrame:
-    """Decode a frame from a member, and check that its values are within their limits.
+    """Decode a member's frame, and check that its values are within their limits.
 
     :raises msgspec.DecodeError: it is malformed, or a value is out of range; the text
         names the message, the field and the limit.
@@ -166,9 +171,10 @@ def decode_member_frame(data: bytes) -> MemberFrame:
 
 
 def _name_of(data: bytes) -> str:
-    """Return the name of the message in a frame and ": ", or "" if it has none.
+    """Return the name of the message in an encoded frame and ": ", to begin an error
+    text.
 
-    For error texts: the frame may be malformed.
+    Return "" if there is no name; the frame may be malformed. It never raises.
     """
     try:
         return f"{decoded(_tag_decoder, data)[2].type}: "
@@ -177,7 +183,7 @@ def _name_of(data: bytes) -> str:
 
 
 def decode_server_frame(data: bytes) -> ServerFrame:
-    """Decode a frame from the coordinator.
+    """Decode a frame from the coordinator, which is trusted to keep to the limits.
 
     :raises msgspec.DecodeError: it is malformed.
     """

@@ -37,16 +37,19 @@ Word = TypeVar("Word", bound=str)
 def _refuse(text: str, hint: str = "", cause: BaseException | None = None) -> NoReturn:
     """Raise UsageError with this text and hint.
 
-    :param cause: the exception that it follows from.
+    :param hint: what the caller can do about it; "" for nothing.
+    :param cause: the exception that it follows from, or None.
     """
     raise errors.UsageError(text, hint=hint) from cause
 
 
 def refuse_unknown_keywords(api: type[Class]) -> type[Class]:
-    """Make public methods of a class raise UsageError for unknown keywords.
+    """Make public methods of a class raise UsageError, not TypeError, for unknown
+    keywords.
 
-    A class decorator: it changes ``api`` and returns it. The error names the known
-    keywords. (Some methods take a ``deadline``, others a ``timeout``.)
+    A class decorator: it replaces the methods of ``api`` by wrappers, and returns
+    ``api``. The error names the known keywords. (Some methods take a ``deadline``,
+    others a ``timeout``.)
     """
     for name, method in [*vars(api).items()]:
         if inspect.isfunction(method) and not name.startswith("_"):
@@ -55,14 +58,19 @@ def refuse_unknown_keywords(api: type[Class]) -> type[Class]:
 
 
 def _named(what: str, method: Callable[..., Any], known: Sequence[str]) -> Callable[..., Any]:
-    """Return ``method`` wrapped: keywords not in ``known`` raise UsageError.
+    """Return ``method`` wrapped: a call with a keyword not in ``known`` raises
+    UsageError.
 
     :param what: the method's name in the error.
+    :param known: names of the method's parameters.
     """
 
     @functools.wraps(method)
     def checked(*given: object, **by_name: object) -> object:
-        """Call the method, or raise UsageError if a keyword is unknown."""
+        """Call the method, and return its result.
+
+        Raise UsageError if a keyword is unknown.
+        """
         if wrong := by_name.keys() - known:
             _refuse(f"{what} takes no {', '.join(sorted(wrong))}", f"it takes: {', '.join(known) or 'nothing'}")
         return method(*given, **by_name)
@@ -72,6 +80,8 @@ def _named(what: str, method: Callable[..., Any], known: Sequence[str]) -> Calla
 
 def integer(what: str, value: object, *, least: int = -bounds.INTEGER_MAX, most: int = bounds.INTEGER_MAX) -> int:
     """Return ``value`` as an int from ``least`` to ``most``, or raise UsageError.
+
+    Any type with ``__index__`` will do, such as numpy's, but no bool.
 
     :param what: the argument's name in the error.
     """
@@ -87,7 +97,9 @@ def integer(what: str, value: object, *, least: int = -bounds.INTEGER_MAX, most:
 
 
 def integers(what: str, value: object) -> tuple[int, ...]:
-    """Return ``value``, such as a shape, as a tuple of ints, or raise UsageError.
+    """Return ``value``, an iterable such as a shape, as ints.
+
+    Raise UsageError otherwise.
 
     :param what: the argument's name in the error.
     """
@@ -99,11 +111,11 @@ def integers(what: str, value: object) -> tuple[int, ...]:
 
 
 def seconds(what: str, value: object, *, zero: bool = False, least: float = 0.0) -> float:
-    """Return a number of seconds, at most 1e9, as a float, or raise UsageError.
-
-    It must be above 0 (or 0 with ``zero``), and at least ``least``.
+    """Return ``value`` as a float of at most 1e9 seconds, or raise UsageError.
 
     :param what: the argument's name in the error.
+    :param zero: also accept 0; otherwise the value must be above 0.
+    :param least: the smallest value to accept.
     """
     found = _float(value)
     if found is None or not (found > 0 or (zero and found == 0)) or not least <= found <= bounds.SECONDS_MAX:
@@ -113,9 +125,9 @@ def seconds(what: str, value: object, *, zero: bool = False, least: float = 0.0)
 
 
 def patience(what: str, value: object) -> float | None:
-    """Return a timeout in seconds, at most 1e9, or raise UsageError.
+    """Return a timeout as seconds from 0 to 1e9, or raise UsageError.
 
-    Below 0 becomes 0; None (no limit) stays None.
+    A negative value becomes 0; None (no limit) stays None.
 
     :param what: the argument's name in the error.
     """
@@ -131,11 +143,14 @@ def patience(what: str, value: object) -> float | None:
 
 
 def bound(what: str, value: object) -> tuple[int | float, str]:
-    """Return a lower bound as (number, key of ``meta`` or ""), or raise UsageError.
+    """Return a lower bound of versions as (number, key), or raise UsageError.
+
+    With a key it bounds the number of that name in the publisher's ``meta``; the key is
+    "" for a bound of the version's own number.
 
     :param what: the argument's name in the error.
-    :param value: a version's number, a pair of a key and a number, or None: ``(0,
-        "")``.
+    :param value: a version's number, a pair of a key and a number, or None, which gives
+        ``(0, "")``.
     """
     if value is None:
         return 0, ""
@@ -159,7 +174,11 @@ def finite(what: str, value: object) -> float:
 
 
 def _float(value: object) -> float | None:
-    """Return the value as a float; None if it is a bool, a text, or not real."""
+    """Return the value as a float; None if it is a bool, a text, or not one real
+    number.
+
+    It may be NaN or infinite.
+    """
     if isinstance(value, (bool, str, bytes, bytearray)) or _is_bool(value) or getattr(value, "ndim", 0) != 0:
         return None
     if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
@@ -171,14 +190,14 @@ def _float(value: object) -> float | None:
 
 
 def _is_bool(value: object) -> bool:
-    """Return True if the value is a bool of numpy or torch."""
+    """Return True if the value is a bool of numpy or torch; False for Python's own."""
     return str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def flag(what: str, value: object) -> bool:
     """Return ``value`` as a bool, or raise UsageError that names ``what``.
 
-    Also numpy's and torch's bools, 0 and 1 are accepted.
+    Bools of Python, numpy and torch, and 0 and 1, are accepted.
     """
     if isinstance(value, bool):
         return value
@@ -191,7 +210,10 @@ def flag(what: str, value: object) -> bool:
 
 
 def text(what: str, value: object, *, most: int = bounds.INFO_LENGTH) -> str:
-    """Return a text of at most ``most`` characters in UTF-8, or raise UsageError.
+    """Return ``value`` as a plain str of at most ``most`` characters, or raise
+    UsageError.
+
+    It must be a str that can be encoded in UTF-8.
 
     :param what: the argument's name in the error.
     """
@@ -201,7 +223,8 @@ def text(what: str, value: object, *, most: int = bounds.INFO_LENGTH) -> str:
 
 
 def name(what: str, value: object) -> str:
-    """Return ``value`` if it can name a channel or a group, or raise UsageError.
+    """Return ``value`` as a plain str if it can name a channel or group, or raise
+    UsageError.
 
     :param what: the argument's name in the error.
     """
@@ -211,9 +234,11 @@ def name(what: str, value: object) -> str:
 
 
 def one_of(what: str, value: object, known: Sequence[Word]) -> Word:
-    """Return the word of ``known`` that equals the value, or raise UsageError.
+    """Return the word of ``known`` that equals ``value``.
 
-    :param what: the argument's name in the error.
+    Raise UsageError if there is none.
+
+    :param what: the argument's name in the error, which lists the known words.
     """
     for word in known:
         if isinstance(value, str) and value == word:
@@ -222,9 +247,10 @@ def one_of(what: str, value: object, known: Sequence[Word]) -> Word:
 
 
 def token(what: str, value: object) -> str:
-    """Return ``value`` if it can be a run's token (a secret), or raise UsageError.
+    """Return ``value`` as a plain str if it can be a run's token (a secret).
 
-    The error names ``what``, and does not show the value.
+    :raises replicas.errors.UsageError: it cannot; the error names the argument as
+        ``what``, and does not show the value.
     """
     good = isinstance(value, str) and value.isascii() and value.isprintable() and value == value.strip()
     if not isinstance(value, str) or not good or not 0 < len(value) <= _TOKEN_LENGTH:
@@ -233,7 +259,9 @@ def token(what: str, value: object) -> str:
 
 
 def endpoint(what: str, value: object) -> str:
-    """Return ``value`` if it is ``host:port`` of a control port, or raise UsageError.
+    """Return ``value`` as a plain str if it is ``host:port``, or raise UsageError.
+
+    It is not resolved, nor connected to.
 
     :param what: the argument's name in the error.
     """
@@ -248,7 +276,7 @@ def endpoint(what: str, value: object) -> str:
 
 
 def texts(what: str, value: object) -> dict[str, str]:
-    """Return ``value`` as a dict of short texts by short text, or raise UsageError.
+    """Return a mapping of short texts as a dict of plain strs, or raise UsageError.
 
     :param what: the argument's name in the error.
     """
@@ -264,9 +292,10 @@ def texts(what: str, value: object) -> dict[str, str]:
 
 
 def _check_size(what: str, found: object, most: int, hint: str = "") -> None:
-    """Raise UsageError if ``found``, as MessagePack, has more than ``most`` bytes.
+    """Raise UsageError if ``found``, encoded as MessagePack, has more than ``most``
+    bytes.
 
-    :param what: the argument's name in the error.
+    :param what: the argument's name in the error. :param hint: the remedy in the error.
     """
     nbytes = len(msgspec.msgpack.encode(found))
     if nbytes > most:
@@ -277,11 +306,12 @@ _META_HINT = "pass scalars, lists and dicts of scalars"
 
 
 def meta(what: str, value: object) -> Meta:
-    """Return a publisher's ``meta`` as plain data, or raise UsageError.
-
-    It has scalars, and lists or dicts of scalars, up to 1 MiB; None gives {}.
+    """Return a publisher's ``meta`` (facts about a version) as plain data.
 
     :param what: the argument's name in the error.
+    :param value: a mapping of texts to scalars, or to lists or dicts of scalars; None
+        gives {}.
+    :raises replicas.errors.UsageError: it is something else, or above 1 MiB.
     """
     try:
         given = dict(value or {})  # type: ignore[call-overload]  # tested here
@@ -298,12 +328,16 @@ def meta(what: str, value: object) -> Meta:
 def with_adapter(
     what: str, given: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None, adapter: object, weights: object
 ) -> Meta | Callable[[], Mapping[str, Any]]:
-    """Return a publisher's checked ``meta``, or the function that returns it later.
+    """Return a publisher's checked ``meta``, with the name and configuration of an
+    adapter.
+
+    If ``given`` is a function, return a function that returns its meta with them,
+    unchecked.
 
     :param what: the call's name in errors.
     :param given: the meta, or the user's function (not called here).
-    :param adapter: name of a LoRA adapter, added with the configuration that
-        ``weights`` has; None adds nothing.
+    :param adapter: name of the LoRA adapter; None adds nothing.
+    :param weights: has the configuration as ``adapter_config``.
     :raises replicas.errors.UsageError: a value is not valid.
     """
     if adapter is None:
@@ -321,10 +355,12 @@ def with_adapter(
 def with_trace(what: str, given: Meta | Callable[[], Mapping[str, Any]]) -> Meta | Callable[[], Mapping[str, Any]]:
     """Return ``given`` with the W3C ``traceparent`` of the caller's OpenTelemetry span.
 
-    Without a span, return it unchanged. A publisher's own ``traceparent`` stays.
+    That is the span of this thread now. Without one, return ``given`` unchanged. A
+    ``traceparent`` of the publisher's own stays.
 
     :param what: the call's name in errors.
-    :param given: the meta, or a function that returns it (then wrapped).
+    :param given: the meta, or a function that returns it; that is wrapped, not called.
+    :raises replicas.errors.UsageError: the meta is too large with it.
     """
     tracing = sys.modules.get("opentelemetry.trace")
     caller = tracing.get_current_span().get_span_context() if tracing is not None else None
@@ -336,7 +372,10 @@ def with_trace(what: str, given: Meta | Callable[[], Mapping[str, Any]]) -> Meta
     function = given
 
     def traced() -> Mapping[str, Any]:
-        """Return the user's meta with the ``traceparent`` of the publishing call."""
+        """Call the user's function.
+
+        Return its meta with the ``traceparent`` of the publish.
+        """
         found = function()
         return {**added, **found} if isinstance(found, Mapping) else found
 
@@ -344,9 +383,11 @@ def with_trace(what: str, given: Meta | Callable[[], Mapping[str, Any]]) -> Meta
 
 
 def _meta_value(here: str, value: object) -> Any:
-    """Return a value of ``meta`` as a scalar, list or dict, or raise UsageError.
+    """Return one value of a publisher's ``meta`` as plain data, or raise UsageError.
 
-    :param here: the value's name, for the error.
+    A mapping becomes a dict, other collections a list; these may have scalars only.
+
+    :param here: the value's name in the error, such as ``meta['step']``.
     """
     if isinstance(value, Mapping):
         return {
@@ -359,9 +400,10 @@ def _meta_value(here: str, value: object) -> Any:
 
 
 def _scalar(what: str, value: object) -> bool | int | float | str | None:
-    """Return a scalar, also numpy's or torch's, as plain data; or raise UsageError.
+    """Return ``value`` as a plain scalar, also if it is numpy's or torch's.
 
     :param what: the value's name in the error.
+    :raises replicas.errors.UsageError: it is no scalar, too large, NaN or infinite.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -79,12 +79,18 @@ ErrorText = Annotated[str, msgspec.Meta(max_length=ERROR_LENGTH)]
 
 
 def most_nbytes(kind: str) -> int:
-    """Return the limit in bytes of an encoded message, by its class name ``kind``."""
+    """Return the limit in bytes of an encoded message.
+
+    :param kind: name of the message's class.
+    """
     return OPERATION_NBYTES if kind == "OperationPost" else OTHER_NBYTES
 
 
 def is_name(text: str) -> bool:
-    """Return True if ``text`` can name a channel, a group or an incarnation."""
+    """Return True if ``text`` can name a channel, a group or an incarnation.
+
+    That is 1 to 128 printable characters without a slash.
+    """
     return 0 < len(text) <= NAME_LENGTH and text.isprintable() and "/" not in text
 
 
@@ -103,7 +109,7 @@ def plain(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Return ``text`` with lone surrogates, which UTF-8 cannot encode, escaped."""
+    """Return ``text`` with each lone surrogate, which UTF-8 cannot encode, escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -123,9 +129,12 @@ def text_of(value: object, most: int = TEXT_LENGTH) -> str:
 
 
 def texts_of(found: Mapping[str, str]) -> dict[str, str]:
-    """Return the texts by name, of which only the first 64 stay as they are.
+    """Return a copy in which texts beyond the first 64 are replaced by a reference.
 
-    The other texts become a reference to the status and the log.
+    It says to see the status and the log, so that a message with many names stays
+    small.
+
+    :param found: texts by name; all names stay.
     """
     return {
         name: text if index < REASONS_MAX else "see the status and the log of the coordinator"
@@ -134,7 +143,7 @@ def texts_of(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_tensor(value: object, depth: int = 3) -> bool:
-    """Return True for a torch tensor, or a container of one.
+    """Return True for a torch tensor, or for a container of one; do not import torch.
 
     :param depth: how many levels of containers are looked into.
     """
@@ -149,10 +158,11 @@ def _is_tensor(value: object, depth: int = 3) -> bool:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """Return a short ``repr(value)`` for an error message, at most about ``most`` long.
+    """Return ``repr(value)`` in one line, cut to about ``most`` characters, for an
+    error.
 
     Tensors are shown by their type only: printing one whose memory was freed would end
-    the process.
+    the process. It never raises.
     """
     try:
         text = f"<{type(value).__name__}>" if _is_tensor(value) else repr(value)

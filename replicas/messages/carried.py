@@ -38,7 +38,7 @@ class WireError(msgspec.Struct, frozen=True):
     unanimous: bool = False
 
     def __post_init__(self) -> None:
-        """Replace unprintable characters in texts: the sender may be hostile."""
+        """Replace unprintable characters in the texts: the sender may be hostile."""
         for name in ("kind", "message", "channel", "phase", "hint"):
             text = getattr(self, name)
             if text is not None and not text.isprintable():
@@ -48,7 +48,8 @@ class WireError(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: errors.ReplicasError) -> WireError:
-        """Return ``error`` as data for a message, its texts cut to their limits."""
+        """Return ``error`` as data for a message, its texts and names cut to their
+        limits."""
         version = error.version
         return cls(
             kind=errors.kind_of(error),
@@ -62,7 +63,8 @@ class WireError(msgspec.Struct, frozen=True):
         )
 
     def exception(self) -> errors.ReplicasError:
-        """Return (do not raise) the exception that this describes.
+        """Return (do not raise) the exception that this describes, of its class in
+        ``errors``.
 
         It is an InternalError for a kind that this release does not know.
         """
@@ -101,7 +103,8 @@ class GroupSpec(msgspec.Struct, frozen=True):
     secret: bytes = b""
 
     def name(self, rank: int) -> str:
-        """Return the name of the member with this rank, for messages."""
+        """Return the name of the member with this rank, or ``rank N`` if it has
+        none."""
         return self.names[rank] if rank < len(self.names) else f"rank {rank}"
 
 

@@ -69,5 +69,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def member(self) -> Member:
-        """Identity of the member: group, replica, rank and incarnation."""
+        """Identity of the member that sends it: group, replica, rank and
+        incarnation."""
         return Member(self.group, self.replica, self.rank, self.incarnation)

@@ -25,12 +25,12 @@ class Member(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
     @property
     def replica_name(self) -> str:
-        """``group/replica``."""
+        """Name of the member's replica, as ``group/replica``."""
         return f"{self.group}/{self.replica}"
 
     @property
     def name(self) -> str:
-        """``group/replica/rank``, the same after each join of this rank."""
+        """``group/replica/rank``; equal for all incarnations (joins) of this rank."""
         return f"{self.group}/{self.replica}/{self.rank}"
 
     def __repr__(self) -> str:
@@ -53,9 +53,12 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 
 def proof_of(mark: str, incarnation: str) -> str:
-    """Return an HMAC that proves, for one join, that a member knows its shim's secret.
+    """Return an HMAC by which a member proves, for one join, that it has its shim's
+    secret.
 
-    :param mark: the secret of the supervising process (shim); "" gives "".
-    :param incarnation: the nonce of the join.
+    :param mark: the secret that the supervising process (shim) gave its ranks; without
+        one ("") the proof is "".
+    :param incarnation: the nonce of the join; the coordinator computes the same from
+        it.
     """
     return hmac.new(mark.encode(), incarnation.encode(), "sha256").hexdigest() if mark else ""
