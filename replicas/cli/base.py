@@ -41,9 +41,14 @@ _NEGATIVE = re.compile(r"-\d+")
 
 
 def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """For shell completion: ask the run for its groups and replicas, or read its
-    config; return (name, help text) of those that begin with ``incomplete``. None on
-    any error."""
+    """Complete a target in a shell: return (name, help text) of the groups and replicas
+    that begin with ``incomplete``.
+
+    Asks the run, 2 s at most, or else reads its config. Returns an empty list on an
+    error.
+
+    :param context: the arguments so far, which name the run.
+    """
     try:
         given = context.params.get
         place = RunAddress(given("config") or given("named"), given("endpoint"), given("token_file"))
@@ -60,8 +65,8 @@ def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str,
 
 
 def _complete_group(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """For shell completion: return (name, help text) of the groups that begin with
-    ``incomplete``, as :func:`_complete_target` finds them."""
+    """Complete a group in a shell: return (name, help text) of the groups that begin
+    with ``incomplete``, as :func:`_complete_target` finds them."""
     return [(name, what) for name, what in _complete_target(context, incomplete) if "/" not in name]
 
 
@@ -75,8 +80,10 @@ OptionalRanks = Annotated[
 
 
 def _checked(group: str) -> str:
-    """Return the name of a group; raise BadParameter for ``GROUP=N``, as ``scale``
-    takes two arguments."""
+    """Return the group's name unchanged; raise BadParameter for ``GROUP=N``.
+
+    typer calls it for ``scale``, which takes group and number as two arguments.
+    """
     if "=" in group:
         raise typer.BadParameter(f'"{group}" was read as the group; write: replicas scale {group.replace("=", " ")}')
     return group

@@ -226,7 +226,7 @@ def events(
     console = Screen(soft_wrap=True)
 
     def wanted(record: Record) -> bool:
-        """Return True if the options select this event."""
+        """Return True if the options select this event by its target, time and type."""
         shown = type(record.event).__name__ in types if types else as_json or not words.routine(record.event)
         return shown and record.at >= first and (target is None or words.concerns(record, target))
 
@@ -252,7 +252,7 @@ def events(
 
 
 def _print_event(console: Screen, record: Record, *, as_json: bool) -> None:
-    """Print an event as a line of JSON or of words."""
+    """Print an event: a line of JSON, or else of words for people."""
     if as_json:
         print(ascii_controls(encode(record).decode()), flush=True)
     else:
@@ -298,7 +298,8 @@ def _follow_events(place: RunAddress, after: int) -> Iterator[Record]:
 def moment(text: str, *, now: float) -> float:
     """Return the time that a text names, in seconds since 1970.
 
-    :param text: an age ("10m"), a time of day (the last such), or a date.
+    :param text: an age ("10m"), a time of day (today's or, if that is still to come,
+        yesterday's), or a date with or without a time; in this machine's time zone.
     :param now: the present time, in seconds since 1970.
     :raises UsageError: the text is none of these.
     """
@@ -380,7 +381,7 @@ def _on_nodes(place: RunAddress, node: str | None) -> list[Finding]:
 
 
 def draw_findings(screen: Screen, findings: Iterable[Finding]) -> None:
-    """Print findings and their remedies, below the names of their nodes."""
+    """Print findings and their remedies, grouped below the names of their nodes."""
     node = ""
     for finding in findings:
         if finding.node != node:

@@ -77,7 +77,7 @@ def load(path: Path | str) -> Config:
     Relative folders in it are relative to its own folder, with symbolic links resolved.
     The path itself keeps its links, so that a reload follows them again.
 
-    :raises BadConfig: with every problem found, or as the file is not TOML.
+    :raises BadConfig: with every problem; also if the file is missing or not TOML.
     """
     path = Path(path)
     source = visible(str(path))
@@ -93,13 +93,13 @@ def load(path: Path | str) -> Config:
 
 
 def place_of(path: Path) -> Place:
-    """Return a file's root :class:`Place`, to whose folders values are relative."""
+    """Return the root :class:`Place` of a file: values are relative to its folder."""
     path = config_text.absolute(path)
     return Place(path.parent.resolve(), home=config_text.state_home(path))
 
 
 def default_state_dir(place: Place, name: str) -> Path:
-    """Return the path of a run's default state folder; do not create it."""
+    """Return the path of run ``name``'s default state folder; do not create it."""
     return (place.home or place.base) / ".replicas" / name
 
 
@@ -155,7 +155,7 @@ def _parse(
     lines: config_text.Lines | None = None,
 ) -> Config:
     """Return the config of a mapping; raise BadConfig with all problems. ``path``: its
-    file, if it has one, ``source``: its name in the error, ``lines``: of the keys."""
+    file, if any. ``source``: its name in the error. ``lines``: finds lines of keys."""
     if config_text.is_too_deep(mapping):
         raise BadConfig([config_text.TOO_DEEP], source=source)
     if odd := [one for one in {place.base, place.home or place.base} if not encodable(str(one))]:
@@ -170,7 +170,8 @@ def _parse(
 
 
 def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, GroupConfig]:
-    """Return the groups; mere targets get ``on_failure`` "replica" by default."""
+    """Return the groups; one that only receives gets ``on_failure`` "replica" if
+    unset."""
     sending = {party.group for one in config.channels.values() for party in (*one.sources, *one.peers)}
     receiving = {party.group for one in config.channels.values() for party in one.targets} - sending
     return {
@@ -185,13 +186,13 @@ def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, Gr
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
-    """Return the table ``run``; its state folder defaults to one beside the file."""
+    """Make the table ``run``; its state folder defaults to one beside the file."""
     fields.setdefault("state_dir", default_state_dir(place, fields["name"]))
     return RunConfig(**fields)
 
 
 def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
-    """Return the table ``control``; add problems of paths and TLS to ``place``."""
+    """Make the table ``control``; add problems of paths and TLS to ``place``."""
     if "listen" in fields:
         fields["host"], fields["port"] = fields.pop("listen")
     control = ControlConfig(**fields)
@@ -211,7 +212,7 @@ def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
 
 
 def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
-    """Return a table ``restart``; add a problem to ``place`` if delays contradict."""
+    """Make a table ``restart``; add a problem to ``place`` if delays contradict."""
     restart = RestartConfig(**fields)
     if restart.initial_delay_s > restart.max_delay_s:
         place.at("initial_delay").problem(
@@ -221,7 +222,7 @@ def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
 
 
 def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
-    """Return a group; add problems of variables, command and folder to ``place``."""
+    """Make a group; add problems of variables, command and folder to ``place``."""
     for variable, value in fields.get("env", {}).items():
         if _is_reserved(variable):
             place.at("env", variable).problem("is set for each rank by the supervisor; remove it")
@@ -311,7 +312,7 @@ def _check_command(place: Place, group: GroupConfig) -> None:
 
 
 def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
-    """Return a channel; add problems of its roles and options to ``place``."""
+    """Make a channel of its fields; add problems of roles, options to ``place``."""
     ranks = fields.pop("ranks", None)
     for role, default, allowed in (
         ("sources", "leader", ("leader", "all")),
@@ -415,7 +416,7 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
 
 
 def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
-    """Add a problem to ``place`` for each group that is unknown or repeated."""
+    """Add a problem to ``place`` for each name that is not ``known``, or repeats."""
     for index, group in enumerate(names):
         if group not in known:
             place.problem(f'there is no group "{group}"{nearest(group, known)}')
@@ -437,7 +438,7 @@ def _check_cycles(place: Place, config: Config) -> None:
     done: set[str] = set()
 
     def visit(group: str, path: tuple[str, ...]) -> None:
-        """Follow the dependencies of ``group``, to which ``path`` has led."""
+        """Follow ``group``, to which ``path`` led; a circle becomes a problem."""
         if group in path:
             circle = " -> ".join((*path[path.index(group) :], group))
             place.at("groups", path[-1], "depends_on").problem(f"groups wait for each other in a circle: {circle}")

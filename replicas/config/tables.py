@@ -102,8 +102,8 @@ def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds
     """Read a table into a ``kind``, and return the struct, or UNSET if a required key
     is missing or bad. Add all problems to ``place``.
 
-    :param builds: functions that make and check structs, in place of
-        ``kind(**fields)``.
+    :param builds: by struct, the function ``build(place, fields)`` that makes and
+        checks one; a struct without is made by ``kind(**fields)``.
     """
     if not isinstance(value, Mapping):
         return _no_table(place, value)
@@ -130,6 +130,7 @@ def _value(place: Place, value: object, kind: Any, builds: Builds) -> Any:
     """Read a value, and return it, or UNSET after adding a problem to ``place``.
 
     :param kind: its form; a struct, for a table; or [struct], for a table of tables.
+    :param builds: as for :func:`read`.
     """
     if isinstance(kind, Form):
         return kind.read(place, value)
@@ -137,9 +138,13 @@ def _value(place: Place, value: object, kind: Any, builds: Builds) -> Any:
 
 
 def each(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds) -> Any:
-    """Read a table of tables of one ``kind``; return structs by name, without
-    unreadable ones. Return UNSET if ``value`` is not a table. Add problems to
-    ``place``."""
+    """Read a table of tables of one ``kind``; return a dict of structs by name.
+
+    Unreadable ones are left out. Adds problems to ``place``.
+
+    :param builds: as for :func:`read`.
+    :returns: UNSET if ``value`` is not a table, or has too many tables.
+    """
     if not isinstance(value, Mapping):
         return _no_table(place, value)
     if len(value) > NAMED_MAX:

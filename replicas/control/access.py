@@ -50,7 +50,8 @@ class Access(Protocol):
         ...
 
     def watched(self, headers: Mapping[str, str], end: Callable[[], None], /) -> AbstractContextManager[None]:
-        """Context manager: call ``end`` when the access of a request is revoked."""
+        """Context manager: call ``end`` on the loop if the access of a request with
+        these headers is revoked within the block."""
         ...
 
 
@@ -98,8 +99,8 @@ class ByToken:
         return None if role == "operator" else "a member's token does not permit orders: show an operator's token"
 
     def watched(self, headers: Mapping[str, str], end: Callable[[], None]) -> AbstractContextManager[None]:
-        """Context manager: call ``end`` if the token in the headers is revoked within
-        the block."""
+        """Context manager: call ``end``, on the loop, if the token in the headers is
+        revoked within the block."""
         return self._tokens().watched(headers, end)
 
 
@@ -118,9 +119,10 @@ class Lasting(StreamingResponse):
     """
 
     def __init__(self, parts: AsyncIterator[bytes], held: Right, **options: Any) -> None:
-        """Stream ``parts``, for as long as the access lasts.
+        """Prepare to stream ``parts``, for as long as the access lasts; send nothing.
 
         :param held: ``held(end)`` is a context manager that calls ``end`` when it ends.
+        :param options: further arguments of Starlette's ``StreamingResponse``.
         """
         super().__init__(parts, **options)
         self._held = held

@@ -88,8 +88,8 @@ def _parts(path: Path) -> list[Path]:
 
 
 def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
-    """Read a file backwards; return the offset of its last ``lines`` lines, and how
-    many there are, if fewer."""
+    """Read a file backwards; return the offset in bytes of its last ``lines`` lines,
+    and the number of those: fewer if the file has fewer."""
     nbytes = file.seek(0, os.SEEK_END)
     position, found = nbytes - 1, 0  # the last byte ends a line, or is in it
     while position > 0:
@@ -106,7 +106,7 @@ def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
 
 def offset_since(log: Path, since: float) -> int | None:
     """Return the offset in a log of the lines after the time ``since`` (in seconds
-    since 1970), to about 1 s, by the index beside the log; None if there are none."""
+    since 1970), to about 1 s, by the index beside the log; None if no line is later."""
     try:
         found = log.stat()
         if found.st_mtime < since:
@@ -136,8 +136,8 @@ class _Stream:
         self._at_end = False
 
     def choose_start(self, selection: Selection, *, fresh: bool) -> None:
-        """Open the log at the first selected line; a ``fresh`` log (which has appeared
-        since) at its start."""
+        """Open the log at the first selected line; at its start if it is ``fresh``: it
+        has appeared since the first poll."""
         parts, offset = _parts(self.path), 0
         if not fresh and selection.since is not None:
             found = [(part, at) for part in parts if (at := offset_since(part, selection.since)) is not None]
@@ -281,7 +281,7 @@ class LogReader(Protocol):
 
     @property
     def many(self) -> bool:
-        """Return True if the logs are of several ranks."""
+        """True if the logs are of several ranks, so that lines need their origin."""
         ...
 
     async def poll(self) -> list[LogLine]:
@@ -292,7 +292,8 @@ class LogReader(Protocol):
         ...
 
     async def aclose(self) -> list[LogLine]:
-        """Close the files; return last lines without a newline."""
+        """Close the files. Return what the logs have after their last newlines: lines
+        that were still being written, at most one for each log."""
         ...
 
 
@@ -314,7 +315,7 @@ class FolderReader:
         return await anyio.to_thread.run_sync(self._follower.poll)
 
     async def aclose(self) -> list[LogLine]:
-        """Close the files; return last lines without a newline."""
+        """Close the files; return the unfinished last line of each log that has one."""
         return self._follower.close()
 
 
@@ -363,7 +364,7 @@ class LogFollower:
         return found
 
     def close(self) -> list[LogLine]:
-        """Close the files; return last lines without a newline."""
+        """Close the files; return the unfinished last line of each log that has one."""
         return _closed(self._streams.values())
 
     @property
@@ -438,7 +439,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _closed(streams: Iterable[_Stream]) -> list[LogLine]:
-    """Close the streams, and return their unfinished last lines."""
+    """Close the streams; return the unfinished last line of each that has one."""
     return [_line(stream, rest) for stream in streams if (rest := stream.close())]
 
 

@@ -54,7 +54,8 @@ class ControlSocket:
         """Keep the path and the routes; create no socket before entering.
 
         :param path: absolute path of the socket.
-        :param refused: called with the reason for each connection that is turned away.
+        :param refused: called on the loop, with the reason, for each connection that is
+            turned away.
         """
         self.path = path
         self._routes = routes

@@ -83,6 +83,7 @@ class EngineServer:
         """Send one request and wait; return the decoded answer: JSON, or text.
 
         :param query: parameters to append to the path. :param body: sent as JSON.
+        :param timeout_s: limit of the connect and of each read of the answer.
         :raises RequestRefused: the status is not 200.
         :raises replicas.errors.SyncError: no answer, or a malformed one. After a
             timeout the server is given up: every later call raises.

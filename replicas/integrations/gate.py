@@ -138,7 +138,8 @@ class GatePage:
         return number
 
     def possible(self) -> set[int]:
-        """The versions with which the server may answer now: two during a load."""
+        """Return the versions with which the server may answer now: two during a
+        load."""
         loading: int = struct.unpack_from("Q", self._memory, _LOADING)[0]
         return {self.version, loading or self.version}
 

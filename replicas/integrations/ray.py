@@ -171,11 +171,15 @@ def coordinator(
 
 
 def find(name: str = NAME, *, namespace: str | None = None) -> Handle:
-    """Return the coordinator that another part of the program has started; have its
-    actor start it again if it does not run. Wait 60 s at most.
+    """Return the coordinator that another part of the program has started.
 
-    :param namespace: Ray namespace of its actor; default: this program's.
+    If it does not run, its actor starts it again; the call waits for that. The caller
+    need not close the handle: :meth:`Handle.close` stops the coordinator for all.
+
+    :param name: of its actor. :param namespace: Ray namespace of the actor; default:
+        this program's.
     :raises replicas.errors.UsageError: no actor has this name in the namespace.
+    :raises replicas.errors.WorldError: it did not start within 60 s.
     """
     _must_be_connected("find")
     try:
@@ -200,6 +204,8 @@ def options(
     """Return options for an actor (or task) with the identity of one rank, in
     environment variables; start nothing.
 
+    :param handle: of the coordinator whose channels the rank joins. :param group: the
+        rank's group.
     :param replica: index of its replica; ``"auto"``: the lowest index that is free when
         it joins, also after a restart of the actor.
     :param rank, world_size: for a replica of several actors; its ranks other than 0
@@ -234,10 +240,10 @@ def _must_be_connected(what: str) -> None:
 
 
 def _handle(actor: Any) -> Handle:
-    """Start the actor's coordinator unless it runs; wait for 60 s at most, and return
-    the handle.
+    """Have the actor start its coordinator unless it runs; wait, and return the handle.
 
-    :raises replicas.errors.WorldError: the actor did not start it.
+    :raises replicas.errors.WorldError: it did not start within 60 s.
+    :raises replicas.errors.ReplicasError: it refused to start; the actor was killed.
     """
     try:
         endpoint, token, run = ray.get(actor.start.remote(), timeout=_START_TIMEOUT_S)

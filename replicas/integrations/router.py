@@ -173,13 +173,17 @@ def keep_in_step(
     stop: threading.Event | None,
     is_gone: Callable[[], Reason | None],
 ) -> None:
-    """Call ``bring`` with the run's status, read over HTTP twice a second, on this
-    thread; block until ``stop`` is set.
+    """Call ``bring`` with the run's status twice a second, on this thread, until
+    ``stop`` is set.
+
+    The status is read over HTTP before each call.
 
     :param bring: brings a router to a status. After an OSError, which is logged, it is
         called again with the next one.
     :param endpoint: ``host:port`` of the run; None: that of the environment.
-    :param is_gone: returns why to stop, with a SyncError, or None.
+    :param stop: None: never stop. :param is_gone: called before each status; returns
+        why to end with a SyncError, or None.
+    :raises replicas.errors.UsageError: no endpoint is known.
     """
     found = environ.read()
     where = endpoint or found.endpoint

@@ -104,11 +104,14 @@ class VllmEngine(VllmServer):
         self.workers = self.server.call("GET", "/get_world_size")["world_size"]
 
     def attach(self, identity: Identity, timeout_s: float) -> None:
-        """Have the server's workers join the channel as ranks from 1 of the replica
-        that the follower is rank 0 of; wait for that. First end an update that an
-        earlier follower left open in them.
+        """Have the server's workers join the channel, and wait until they have joined.
+
+        They are ranks from 1 of the replica that the follower is rank 0 of. An update
+        that an earlier follower left open in them is ended first.
 
         :param identity: channel, replica and coordinator, as the follower has joined.
+        :param timeout_s: how long the server may be idle before it answers, or
+            SyncError is raised.
         """
         info = {"channel": identity.channel, "world_size": identity.world_size, "complete": self._complete}
         if self._patches:
@@ -151,12 +154,20 @@ class VllmEngine(VllmServer):
         """Pause the server: send a request, and wait for the answer.
 
         :param mode: requests in flight are kept, waited for, or aborted.
+        :param timeout_s: how long the server may be idle before it answers, or
+            SyncError is raised.
         """
         self.post("/pause", query={"mode": mode}, timeout_s=timeout_s, serving=True)
 
     def load(self, update: Update, timeout_s: float) -> None:
         """Have the workers receive and load the version of ``update``, and wait for
-        that. The update stays open in them until :meth:`reset_caches`."""
+        that.
+
+        The update stays open in them until :meth:`reset_caches`.
+
+        :param timeout_s: how long the server may be idle before it answers each of two
+            requests, or SyncError is raised.
+        """
         if self._open:
             self._end_open_update(timeout_s)
         self._open = True
@@ -179,6 +190,8 @@ class VllmEngine(VllmServer):
         """Ask the workers to receive and load the version with this number, and wait
         for their answer.
 
+        :param timeout_s: how long the server may be idle before it answers. The workers
+            get half of it to receive the version.
         :param more: ``check``, ``prove`` or ``refuse`` of :class:`.UpdateInfo`, to
             check, compare or refuse instead.
         """
@@ -214,8 +227,11 @@ class VllmEngine(VllmServer):
         raise self.server_lost_error("the prefix cache of the old version could not be reset")
 
     def resume(self, timeout_s: float) -> None:
-        """Let a paused server compute again: send a request, and wait for the
-        answer."""
+        """Let a paused server compute again: send a request, and wait for the answer.
+
+        :param timeout_s: how long it may be idle before it answers, or SyncError is
+            raised.
+        """
         self.post("/resume", timeout_s=timeout_s)
 
     def version(self) -> int | None:

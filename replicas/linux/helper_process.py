@@ -63,14 +63,18 @@ class Pulse(Silence):
     """
 
     def __init__(self, now: float) -> None:
-        """Begin without a ping; the first look is due ``now``."""
+        """Begin without a ping; the first :meth:`next_action` is due ``now``.
+
+        Send nothing.
+        """
         super().__init__(now, LATE_S)
         self.busy = False
 
     def interval_s(self, now: float, *, busy: bool) -> float:
-        """Return the delay in seconds until the next look at the helper.
+        """Return the seconds until the owner should next call :meth:`next_action`.
 
-        Record it as due.
+        That time counts as due: a call that comes late shows that this process was
+        suspended.
 
         :param busy: a request is pending: the delay is then shorter.
         """
@@ -276,7 +280,10 @@ class HelperProcess:
             self._loop.remove_writer(self._sock)
 
     def _next_look(self) -> asyncio.TimerHandle:
-        """Schedule :meth:`_check_alive` on the loop; return the timer."""
+        """Schedule :meth:`_check_alive` on the loop.
+
+        Return the timer, to be cancelled.
+        """
         delay = self._pulse.interval_s(self._loop.time(), busy=self.at_work)
         return self._loop.call_later(delay, self._check_alive)
 

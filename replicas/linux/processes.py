@@ -49,7 +49,8 @@ class Child:
     """A direct child, reaped by its starter's loop. ``code`` is None while it lives."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
-        """Take over a started process, and open its pidfd."""
+        """Take over a started process, and open its pidfd, which :meth:`ended`
+        closes."""
         self.popen = popen
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(popen.pid)
@@ -164,7 +165,7 @@ def descriptors(pid: int) -> list[str]:
 def _read(pid: int, name: str, errors: type[OSError] | tuple[type[OSError], ...] = _GONE) -> bytes:
     """Return the content of ``/proc/PID/NAME``.
 
-    B"" if that raises one of ``errors``.
+    ``b""`` if that raises one of ``errors``.
     """
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
@@ -357,7 +358,10 @@ def become_subreaper() -> None:
 
 
 def name_process(name: str) -> None:
-    """Set the name that ``ps`` and ``/proc/PID/comm`` show, up to 15 characters."""
+    """Set the name of the calling thread (of the process, in the main thread).
+
+    ``ps`` and ``/proc/PID/comm`` show it. It is cut to 15 bytes.
+    """
     _prctl(_PR_SET_NAME, name.encode()[:15])
 
 

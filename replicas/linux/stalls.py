@@ -34,17 +34,24 @@ class StallWatch:
     """Watch an unreaped child process. ``now`` is of any steady clock."""
 
     def __init__(self, pid: int, now: float) -> None:
-        """Begin to watch process ``pid``, which the caller looks at from ``now`` on."""
+        """Begin to watch process ``pid``; read nothing, start nothing.
+
+        :param now: the present time in seconds of any steady clock. The caller calls
+            :meth:`reason_to_give_up` from now on, every ``LOOK_INTERVAL_S``.
+        """
         self.pid = pid
         self._seen: tuple[str, ...] = ()
         self._stopped, self._idle = (Patience(now, LOOK_INTERVAL_S) for _ in range(2))
 
     def reason_to_give_up(self, now: float, *, awaited: bool) -> Reason | None:
-        """Look at the child once; return why the caller should kill it, or None.
+        """Read the child's state once; return why the caller should kill it, or None.
 
-        It signals nothing. A child that was stopped for ``STOPPED_S`` is given up;
-        while others wait for it (``awaited``), one that did nothing for ``IDLE_S``,
-        too. To be called every ``LOOK_INTERVAL_S``.
+        A child that was stopped for ``STOPPED_S`` is given up. It signals nothing.
+
+        :param now: as for the constructor: time in which this was not called does not
+            count.
+        :param awaited: others wait for the child; one that did nothing for ``IDLE_S``
+            is given up, too.
         """
         state, *done = _work_of(self.pid)
         seen, self._seen = self._seen, tuple(done)

@@ -110,9 +110,11 @@ def checkpoint(path: Path | str) -> Checkpoint:
 
 
 def find_files(path: Path | str) -> Files:
-    """Return the paths of the files that :func:`checkpoint` reads; of them read an
-    index only.
+    """Return the files that :func:`checkpoint` reads, with what an index says of them.
 
+    Reads no tensors: an index, if there is one, and else no file.
+
+    :param path: of a file, an index, or a folder.
     :raises replicas.errors.UsageError: a file is missing, or the choice of files is
         ambiguous.
     """

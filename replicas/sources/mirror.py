@@ -182,11 +182,15 @@ class Mirror:
         return name
 
     def _fill_part(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> Path:
-        """Write the version and the files beside it to a hidden folder; return its
-        path.
+        """Write the version and the files beside it to a hidden folder.
 
+        Return its path.
+
+        :param place: the folder that it becomes, for its name. :param file: descriptor
+            of the version's file.
         :param kept: notes of the versions that are there; the new ``sequence`` is above
             theirs.
+        :raises replicas.errors.UsageError: it cannot be written; a part may be left.
         """
         part = self._free_path(place.name)
         part.mkdir()

@@ -55,8 +55,8 @@ def trace_json(found: Spans) -> Iterator[bytes]:
 
 
 def trace_events(found: Spans) -> Iterator[Event]:
-    """Yield the trace events of these spans and marks: names of tracks, slices, arrows,
-    and marks."""
+    """Yield the trace events of these spans and marks: names of tracks, slices (events
+    with a duration), arrows, and marks."""
     spans = [one for span in found.spans() for one in (span, *parts(span))]
     spans += [shown for span in spans if span.kind == "generation" for shown in _on_nodes(span)]
     marks = found.marks()
@@ -90,8 +90,11 @@ def _on_nodes(life: Span) -> Iterator[Span]:
 
 
 def _slices(spans: Iterable[Span], numbers: dict[str, int], now: float) -> Iterator[tuple[Span, Event]]:
-    """Yield each span with its trace event (a slice), on the first thread of its kind
-    that is free.
+    """Yield each span with its trace event (a "complete" event of the trace format).
+
+    Its ``pid`` is its track, its ``tid`` one of several rows for its kind of span on
+    that track: the first row in which an earlier span of the same channel does not
+    overlap it.
 
     :param numbers: ``pid`` of each track. :param now: end of spans that are open, in
         seconds since 1970.
@@ -111,7 +114,7 @@ def _slices(spans: Iterable[Span], numbers: dict[str, int], now: float) -> Itera
 
 def _arrows(slices: Iterable[tuple[Span, Event]]) -> Iterator[Event]:
     """Yield two trace events, the ends of an arrow from a sync to a load, for each load
-    of a version whose sync is among the slices."""
+    of a version whose sync is among the slices (spans with their trace events)."""
     syncs = {span.id: event for span, event in slices if span.kind == "sync"}
     loads = [
         one for one in slices if one[0].kind == "load" or (one[0].kind == "version" and not one[0].attributes["load_s"])

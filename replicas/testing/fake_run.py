@@ -221,7 +221,8 @@ class FakeRun:
     def kill(self, channel: Channel) -> None:
         """Declare this channel's member lost, as if its process had been killed.
 
-        The channel has ended: its calls raise Fenced. Join again for a restart.
+        Blocks until that is done. The channel has ended: its calls raise Fenced. Join
+        again for a restart.
         """
         self._on_loop(self._kill, channel.member)
 
@@ -274,8 +275,10 @@ class FakeRun:
 
     def _on_loop(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function on the session thread (the loop of all channels of this
-        process), and block until it has ended, 30 s at most; return its result, or
-        raise its error."""
+        process), and block until it has ended; return its result, or raise its error.
+
+        :raises TimeoutError: it did not end within 30 s.
+        """
 
         async def call() -> T:
             """Call the function, on the loop."""

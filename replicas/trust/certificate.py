@@ -78,7 +78,8 @@ class PortKey:
     """
 
     def __init__(self, context: ssl.SSLContext, hash_: str) -> None:
-        """Keep a server's TLS context, and the hash of its key as in join tokens."""
+        """Keep a server's TLS context, and ``hash_``, the hash of its key in join
+        tokens."""
         self.context = context
         self.hash = hash_
 

@@ -231,16 +231,16 @@ class Tokens:
         self._end_users_of(old)
 
     def _end_users_of(self, old: list[str]) -> None:
-        """End the watched connections that use one of the secrets ``old``: call the
-        ``end`` with which each was :meth:`watched`."""
+        """Call the ``end`` of each :meth:`watched` connection that uses a secret in
+        ``old``."""
         for secret, end in [*self._watched.values()]:
             if secret in old:
                 end()
 
     @contextmanager
     def watched(self, headers: Mapping[str, str], end: Callable[[], None]) -> Iterator[None]:
-        """Context manager for one connection: call ``end`` if the token in its headers
-        is retired within the block."""
+        """Context manager: call ``end``, on the thread that does so, if the token in
+        the headers of this connection is retired within the block."""
         key = object()
         self._watched[key] = _secret_of(headers.get("authorization", "").encode()).decode("latin-1"), end
         try:

@@ -82,8 +82,11 @@ class LmdeployEngine(HttpEngine):
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Put the server to sleep, which aborts its requests, then wake its weights
-        only.
+        only. Wait for both answers.
 
+        :param mode: of requests in flight; only ``"abort"`` is possible.
+        :param timeout_s: how long the server may be idle before it answers each
+            request, or SyncError is raised.
         :raises replicas.errors.UsageError: the mode is not ``"abort"``.
         """
         if mode != "abort":

@@ -37,7 +37,10 @@ class LmdeployGate(Gate):
     """
 
     def __init__(self, app: Any, routes: Any) -> None:
-        """Put the gate in front of ``app``.
+        """Wrap the server's application ``app``.
+
+        It refuses requests before a version is loaded, and control requests of others
+        than the follower.
 
         :param routes: the application's routes, of which control routes are found.
         """
@@ -65,6 +68,8 @@ def main() -> None:
     serve = uvicorn.run
 
     def serve_behind_gate(app: Any, **options: Any) -> None:
+        """Put the gate in front of ``app``, and serve it; LMDeploy calls this in place
+        of ``uvicorn.run``."""
         app.add_middleware(LmdeployGate, routes=app.routes)
         serve(app, **options)
 

@@ -138,9 +138,13 @@ class SglangEngine(HttpEngine):
         return self._require_folder().misfit(update) or ""
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
-        """Pause the server by a request, and wait for its answer; in mode "wait" send
-        nothing, as the load itself waits for the requests in flight.
+        """Pause the server by a request, and wait for its answer.
 
+        In mode "wait" send nothing, as the load itself waits for the requests in
+        flight.
+
+        :param timeout_s: how long the server may be idle before it answers, or
+            SyncError is raised.
         :raises replicas.errors.UsageError: mode "wait" with an external store.
         """
         if mode == "wait":
@@ -151,17 +155,24 @@ class SglangEngine(HttpEngine):
         self._pause("retract" if mode == "keep" else "abort", timeout_s)
 
     def _pause(self, how: str, timeout_s: float) -> None:
-        """Pause the server by a request; note that it is paused, even if the call
-        fails.
+        """Pause the server by a request, and wait.
 
-        :param how: SGLang's own mode, "retract" or "abort".
+        Note that it is paused, even if the call fails.
+
+        :param how: SGLang's own mode, "retract" or "abort". :param timeout_s: as for
+            :meth:`pause`.
         """
         self._paused = True  # possibly even if the call fails
         self.post("/pause_generation", {"mode": how}, timeout_s=timeout_s, serving=True)
 
     def load(self, update: Update, timeout_s: float) -> None:
-        """Link the version into the model folder, and have the server load it from
-        there; leave the server paused if it refuses."""
+        """Link the version into the model folder, have the server load it from there,
+        and wait for its answer.
+
+        :param timeout_s: how long the server may be idle before it answers, or
+            SyncError is raised.
+        :raises RequestRefused: it does not load the version; it is left paused.
+        """
         body = {
             "model_path": str(self._require_folder().link_version(update)),
             "load_format": "safetensors",
@@ -178,15 +189,22 @@ class SglangEngine(HttpEngine):
         self._require_folder().loaded(update)
 
     def reset_caches(self, timeout_s: float) -> None:
-        """Clear the server's external store, if it has one. The load has cleared the
-        prefix caches, and fails if a scheduler could not: ``/flush_cache`` would also
-        make the server collect garbage, for seconds."""
+        """Clear the server's external store, if it has one, and wait for that.
+
+        The load has cleared the prefix caches, and fails if a scheduler could not:
+        ``/flush_cache`` would also make the server collect garbage, for seconds.
+        """
         if self._settings.get("hicache_storage_backend"):
             self.post("/hicache/storage-backend/clear", timeout_s=timeout_s)
 
     def resume(self, timeout_s: float) -> None:
-        """Ask the server to compute again, even if an earlier follower has paused
-        it."""
+        """Ask the server to compute again, even if an earlier follower has paused it.
+
+        Wait for its answer.
+
+        :param timeout_s: how long it may be idle before it answers, or SyncError is
+            raised.
+        """
         # Always: a follower that was killed in a load has left the server paused.
         self.post("/continue_generation", {}, timeout_s=timeout_s)
         self._paused = False

@@ -182,11 +182,12 @@ def add_following(
 
 @contextlib.contextmanager
 def reserve_port(host: str, port: int) -> Iterator[int]:
-    """Context manager: choose the port to serve on: ``port + i`` for replica i of a
-    supervised group, or for 0 a free port, reserved in the block.
+    """Context manager: choose the port to serve on, and yield it.
 
-    The reserving socket does not listen, and servers, which set SO_REUSEADDR, can still
-    bind to the port; the kernel gives it to no other process meanwhile.
+    It is ``port + i`` for replica i of a supervised group. For port 0 it is a free port
+    of ``host``, reserved in the block by a socket that does not listen. Servers, which
+    set SO_REUSEADDR, can still bind to the port; the kernel gives it to no other
+    process meanwhile.
     """
     if port:
         yield port + _supervised_index(environ.read())

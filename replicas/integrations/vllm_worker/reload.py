@@ -144,8 +144,10 @@ class EngineReload:
     """
 
     def __init__(self, model: Any, model_config: Any, device: torch.device) -> None:
-        """Find the model's parameters, and buffers that are copies of them; change
-        nothing."""
+        """Find the model's parameters, and buffers that are copies of them.
+
+        Change nothing. ``device``: where the parameters are.
+        """
         self._model, self._config, self._device = model, model_config, device
         self._parameters = _named_parameters(model)
         self._kernels: list[tuple[Any, Any]] = []

@@ -239,9 +239,9 @@ class Planner:
         return self._kept[2]
 
     def _rows(self, structure: _Structure) -> dict[str, Arrangement]:
-        """Return how each tensor of the checkpoint is made, by name; cached.
+        """Return how each tensor of the checkpoint is made, by its name there; cached.
 
-        Frozen ones are left out if the planner was told so.
+        Tensors that are made of frozen ones only are left out with ``frozen=False``.
         """
         base, state, merging = structure.base, structure.state, structure.merging
         pretrained = saving.is_pretrained(base)
@@ -261,8 +261,8 @@ class Planner:
     def _trained(
         self, rows: dict[str, Arrangement], state: Mapping[str, torch.Tensor], tuned: Container[str]
     ) -> dict[str, Arrangement]:
-        """Return ``rows``, without those that only frozen tensors make, if these are
-        left out.
+        """Return ``rows`` (how each tensor is made) or, with ``frozen=False``, those of
+        them that are made of a tensor that is trained.
 
         :param state: the tensors in memory. :param tuned: names of those that adapters
             change, which count as trained.

@@ -123,14 +123,14 @@ def arrangements(model: Any, forms: Mapping[str, Form]) -> dict[str, Arrangement
 
 
 def _check_names(rows: Mapping[str, Arrangement], forms: Mapping[str, Form]) -> None:
-    """Check the names that transformers gives to the tensors of a checkpoint.
+    """Raise ValueError if transformers gave the tensors of a checkpoint wrong names.
 
-    It may give a part of a pattern (5.19 does, to the experts of a dequantised
-    gpt-oss), or one name to two tensors.
+    It may give a part of a pattern as a name (5.19 does, to the experts of a
+    dequantised gpt-oss), or one name to two tensors, so that one is left out.
 
-    :param rows: how each is made. :param forms: the tensors in memory, all of them
-        used.
-    :raises ValueError: the text names the tensor.
+    :param rows: by name in the checkpoint, how its tensor is made.
+    :param forms: the tensors in memory by name, each of which must be used by a row.
+    :raises ValueError: a name has characters of a pattern, or a tensor is not used.
     """
     pattern = next((name for name in rows if set(name) & set("$^*+?()[]|\\")), None)
     if pattern is not None:

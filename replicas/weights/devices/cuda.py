@@ -393,10 +393,7 @@ class Cuda(Accelerator):
         return found
 
     def _index(self, uuid: str) -> int:
-        """Initialise CUDA in torch.
-
-        Return its number of the GPU or raise WorldError.
-        """
+        """Initialise CUDA in torch; return its GPU number, or raise WorldError."""
         visible = self.visible()
         if uuid not in visible:
             text = f"GPU {uuid} is not visible to process {os.getpid()}, which sees {', '.join(visible) or 'none'}"
