@@ -170,8 +170,7 @@ def _parse(
 
 
 def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, GroupConfig]:
-    """Return the groups; one that only receives gets ``on_failure`` "replica" if
-    unset."""
+    """Return groups; a mere receiver gets ``on_failure`` "replica" unless it is set."""
     sending = {party.group for one in config.channels.values() for party in (*one.sources, *one.peers)}
     receiving = {party.group for one in config.channels.values() for party in one.targets} - sending
     return {
