@@ -21,7 +21,7 @@ def combined(blocks: Iterable[bytes]) -> str:
 
 
 def block_range(number: int, nbytes: int) -> tuple[int, int]:
-    """Return the first byte and the end of a block of an image of ``nbytes`` bytes."""
+    """Return (first byte, end) of block ``number`` in an image of ``nbytes`` bytes."""
     return number * BLOCK_NBYTES, min(nbytes, (number + 1) * BLOCK_NBYTES)
 
 
@@ -39,6 +39,10 @@ class Blocks:
     """
 
     def __init__(self, nbytes: int) -> None:
+        """Begin with all blocks of an image missing, and queued to be requested.
+
+        :param nbytes: size of the image.
+        """
         self.nbytes = nbytes
         self.count = -(-nbytes // BLOCK_NBYTES)
         self.digests = [b""] * self.count
@@ -63,7 +67,13 @@ class Blocks:
         return len(self._waiting)
 
     def next_block(self) -> int | None:
-        """Take the lowest block to request, which is under way then; or None."""
+        """Remove the lowest block number from the queue of requests, and return it.
+
+        Or None.
+
+        The caller requests the block. None means that no block is queued now, though
+        requests may be under way.
+        """
         return heappop(self._waiting) if self._waiting else None
 
     def requeue(self, number: int) -> None:
@@ -76,7 +86,10 @@ class Blocks:
             heappush(self._waiting, number)
 
     def mark_received(self, number: int, digest: bytes, holder: str) -> None:
-        """Note that a block has arrived from ``holder`` (a name), with ``digest``."""
+        """Record that block ``number`` has arrived, so that it counts as done.
+
+        :param digest: binary xxh3-128 of its bytes. :param holder: name of the sender.
+        """
         self.digests[number], self.served_by[number] = digest, holder
         self.halves.pop(number, None)
         self._left.discard(number)
@@ -87,5 +100,5 @@ class Blocks:
         heappush(self._waiting, number)
 
     def range_of(self, number: int) -> tuple[int, int]:
-        """Return the block's first byte and its end."""
+        """Return (first byte, end) of a block in the image."""
         return block_range(number, self.nbytes)

@@ -57,7 +57,10 @@ class Slot:
         return self._map(mmap.ACCESS_WRITE)
 
     def _map(self, access: int) -> mmap.mmap:
-        """Return the slot's mapping with this access, made on first use."""
+        """Return the slot's mapping with this access, made on first use.
+
+        :param access: ``mmap.ACCESS_READ`` or ``mmap.ACCESS_WRITE``.
+        """
         if access not in self._mapped:
             self._mapped[access] = mmap.mmap(self.fd, 0, access=access)
         return self._mapped[access]
@@ -92,7 +95,11 @@ class Carrier:
     """Carries out the requests of its rank; runs the long ones on threads."""
 
     def __init__(self, channel: socket.socket, listener: socket.socket) -> None:
-        """Take requests from ``channel``; ``listener`` gets connections of pullers."""
+        """Keep both sockets; read and accept nothing yet (:func:`serve` does).
+
+        :param channel: connected to the rank; replies go there.
+        :param listener: the socket at which pullers connect.
+        """
         self._channel = channel
         self._writing = threading.Lock()
         self._slots: dict[int, Slot] = {}
@@ -134,7 +141,7 @@ class Carrier:
                 self.reply(wire.Pong(number, going_on))
 
     def reply(self, message: wire.Reply) -> None:
-        """Any thread: send a message to the rank."""
+        """Any thread: send a message to the rank; block while its socket is full."""
         with self._writing:
             frames.write_frame(self._channel, message)
 
@@ -229,10 +236,16 @@ class Carrier:
 
 
 def _start(function: Callable[[], None]) -> None:
-    """Run ``function`` on a new daemon thread; an error in it ends the process."""
+    """Run ``function`` on a new daemon thread.
+
+    An exception in it is printed, and ends this process with status 1.
+    """
 
     def run() -> None:
-        """Call the function; print an error and end the process with status 1."""
+        """Call the function.
+
+        Print an exception of it, and end the process with status 1.
+        """
         try:
             function()
         except BaseException as error:  # noqa: BLE001  # the rank would wait in vain for a dead thread
@@ -248,10 +261,12 @@ def _print_error(error: BaseException) -> None:
 
 
 def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:
-    """Serve the rank at the other end of ``channel``; return when that closes.
+    """Serve the rank at the other end of ``channel`` until it closes or the rank ends.
+
+    Blocks this thread; longer requests run on threads that are started here.
 
     :param listener: socket at which pullers connect.
-    :param pidfd: descriptor of the rank's process; its end also returns.
+    :param pidfd: of the rank's process, whose end is noticed by it.
     :raises ConnectionError: a request came with a wrong number of descriptors.
     """
     carrier, reader = Carrier(channel, listener), frames.FrameReader(channel)

@@ -147,7 +147,9 @@ def _differ_throughout(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -
 
 
 def is_whole(delta: bytes) -> bool:
-    """Return True if the delta only says that the block is to be sent as bytes.
+    """Return True if the delta holds no changes, but says to send the block's bytes.
+
+    False means that it holds changes for :func:`apply_block`. Only its head is read.
 
     :raises DeltaError: the delta is malformed.
     """
@@ -186,7 +188,10 @@ def _layout(regions: Iterable[Region], start: int, nbytes: int) -> Sequence[tupl
     places: list[tuple[int, int]] = []
 
     def place(end: int, width: int) -> None:
-        """Add a region that ends at ``end``; join it with the last one if alike."""
+        """Add a region that ends at ``end``, with elements of ``width`` bytes.
+
+        If the last one has elements of that size, too, extend it instead.
+        """
         if places and places[-1][1] == width:
             places.pop()
         places.append((end, width))

@@ -45,6 +45,10 @@ class ConnectFailed(Exception):
     """The connection could not be made. ``why``: a text."""
 
     def __init__(self, why: str, *, cut: bool = False) -> None:
+        """Store why the connection could not be made, as text.
+
+        :param cut: the network path to the peer seems broken.
+        """
         super().__init__(why)
         self.why, self.cut = why, cut
 
@@ -69,7 +73,9 @@ class HolderConnection:
     """
 
     def __init__(self, sock: socket.socket, holder: Holder, *, last: bool) -> None:
-        """Use the authenticated ``sock``; the caller closes it.
+        """Use the authenticated ``sock``, whose timeouts are set here.
+
+        The caller closes it.
 
         :param last: no other holder is left; this one gets more time.
         """
@@ -82,13 +88,14 @@ class HolderConnection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SECONDS.pack(0, int(WAKES_S * 1e6)))
 
     def send(self, data: bytes) -> None:
-        """Send all of ``data``."""
+        """Send all of ``data``; block until the kernel has taken it."""
         self.sock.sendall(data)
 
     def receive(self, into: memoryview) -> int:
-        """Receive into ``into`` for up to 0.25 s; return the number of bytes.
+        """Receive bytes into ``into``; return their number, at least 1.
 
-        Waits longer for the first byte.
+        Blocks until ``into`` is full, or a wait of 0.25 s has ended with some bytes
+        there.
 
         :raises OSError: the holder closed the connection, or sent nothing for too long.
         """
@@ -148,6 +155,14 @@ class Connector:
     def __init__(
         self, transfer: int, secret: bytes, source: str, trips: dict[str, float] | None = None, *, encrypt: bool
     ) -> None:
+        """Keep the arguments; connect nowhere yet.
+
+        :param transfer: the transfer's number, by which most holders know it.
+        :param secret: shared by the members of the transfer, proven to each holder.
+        :param source: address to connect from; empty means any.
+        :param trips: round trips in seconds by host, updated by each connection.
+        :param encrypt: use TLS, and never connect without.
+        """
         self._transfer, self._secret, self._source = transfer, secret, source
         self._trips = {} if trips is None else trips
         self._tls = tls.client_context() if encrypt else None
@@ -161,7 +176,10 @@ class Connector:
         """Connections by holder whose handshake is done."""
 
     def hang_up(self, holder: Holder | None = None) -> None:
-        """Shut down the connections to ``holder``; for None all, also new ones."""
+        """Shut down all connections to ``holder``, which its threads notice as HungUp.
+
+        None means the connections to all holders, and no new ones until :meth:`reopen`.
+        """
         with self._lock:
             if holder is None:
                 self._over = True
@@ -210,7 +228,11 @@ class Connector:
                 self._close_socket(sock)
 
     def _connect(self, holder: Holder, timeout_s: float) -> socket.socket:
-        """Return a connected socket, wrapped for TLS if encrypted; no handshake yet."""
+        """Return a connected socket, wrapped for TLS if encrypted; no handshake yet.
+
+        :param timeout_s: limit for the connection to be made.
+        :raises ConnectFailed: it could not be made. :raises HungUp: it was hung up.
+        """
         if self._tls is not None and not holder.certificate_hash:
             raise tls.NotTheHolder("announced no certificate, but the channel is encrypted")
         sock: socket.socket | None = None

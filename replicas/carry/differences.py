@@ -52,6 +52,14 @@ class Deltas:
         data: memoryview | None = None,
         regions: Sequence[delta.Region] = (),
     ) -> None:
+        """Keep the arguments; compute no delta yet.
+
+        :param nbytes: size of the image.
+        :param base: bytes of the older version, as many; None to make no deltas.
+        :param data: the image's bytes; None to make no deltas.
+        :param regions: (first byte, end, bytes of an element), as in
+            :func:`delta.encode_block`.
+        """
         self._nbytes, self._base, self._data, self._regions = nbytes, base, data, regions
         self._known: dict[int, bytes] = {}
         self._making: set[int] = set()
@@ -126,7 +134,7 @@ class Deltas:
             self._known[number] = found
 
     def drop(self, number: int) -> None:
-        """Forget the delta of block ``number``, which made wrong bytes."""
+        """Forget the delta of block ``number``, as it led to wrong bytes."""
         with self._changed:
             self._known.pop(number, None)
 
@@ -144,6 +152,7 @@ class DeltaChoice:
     """Chooses bytes or deltas for each host, by the rates measured so far."""
 
     def __init__(self) -> None:
+        """Begin without measured rates."""
         self._rates: dict[tuple[str, bool], tuple[float, ...]] = {}
         self._pulls: dict[str, int] = {}
         """By host: pulls since the slower way was last tried."""

@@ -35,7 +35,7 @@ class UnknownSecret(ConnectionError):
 def _proof(secret: bytes, side: bytes, *said: bytes) -> bytes:
     """Return the proof of ``secret``: a keyed hash of the messages ``said`` so far.
 
-    :param side: ``b"server"`` or ``b"puller"``.
+    :param side: the sender of the proof, ``b"server"`` or ``b"puller"``.
     """
     return hashlib.blake2b(b"".join(said), key=secret, person=side, digest_size=_PROOF_NBYTES).digest()
 

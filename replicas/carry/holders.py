@@ -61,6 +61,8 @@ class Holders:
     """
 
     def __init__(self, holders: Iterable[Holder] = ()) -> None:
+        """Use these holders, the preferred first, with none given up or measured
+        yet."""
         self.why: dict[str, str] = {}
         self.cut: set[str] = set()
         self.restart(holders)
@@ -89,7 +91,8 @@ class Holders:
         return self._left == [holder]
 
     def mark_connected(self, holder: Holder) -> None:
-        """Note that a connection to the holder works: its rate can be measured."""
+        """Record that a connection to the holder works: its rate can be measured
+        now."""
         self._talking.add(holder)
 
     def give_up(self, holder: Holder, why: str, *, cut: bool) -> None:
@@ -106,11 +109,13 @@ class Holders:
     def replace_slow(self, received: Mapping[str, int], left_nbytes: int) -> Holder | None:
         """Measure the first holder; if it is slow, move it behind the others.
 
-        Call it again and again: it starts a measurement, or ends one after a second.
+        Call it every moment during a pull: a call starts a measurement, or ends one
+        that has run for 1 s.
 
         :param received: bytes so far, by holder's name.
         :param left_nbytes: bytes that are still missing.
-        :returns: the holder that lost the first place, or None.
+        :returns: the holder that lost the first place, whose connections the caller
+            must shut down; None if the order is as before.
         """
         trial = self._trial
         if trial is None or trial.holder not in self._left or trial.holder in self._rates:

@@ -29,6 +29,13 @@ class Image:
     def __init__(
         self, fd: int, offset: int, nbytes: int, *, full: bool = False, data: memoryview | None = None
     ) -> None:
+        """Keep the arguments; no transfer is withdrawn yet. Open and map nothing.
+
+        :param fd: descriptor of the slot's file, which the caller keeps open.
+        :param offset: the image's first byte in the file. :param nbytes: its size.
+        :param full: all bytes are in the slot already; else none is.
+        :param data: the same bytes mapped, to serve them over TLS.
+        """
         self.fd, self.offset, self.nbytes = fd, offset, nbytes
         self.data = data
         self._here = bytearray(b"\x01" if full else b"\x00") * -(-nbytes // CHUNK_NBYTES)
@@ -88,7 +95,10 @@ class Image:
         return max(0, min(end, known) - start)
 
     def withdraw(self, why: str) -> None:
-        """End all waits, present and later ones, with :class:`Withdrawn`."""
+        """End all waits for bytes, present and later ones, with :class:`Withdrawn`.
+
+        :param why: text of that exception.
+        """
         with self._changed:
             self._withdrawn = self._withdrawn or why
             self._changed.notify_all()

@@ -59,6 +59,8 @@ class Failed(Exception):
     """No holder is left. ``why``: by holder's name, or "" for this process."""
 
     def __init__(self, why: dict[str, str]) -> None:
+        """Store ``why`` each holder was given up, by name; "" stands for this
+        process."""
         super().__init__("; ".join(f"{name}: {text}" for name, text in why.items()) or "no member can send it")
         self.why = why
 
@@ -87,6 +89,16 @@ class Pull:
         *,
         encrypt: bool = False,
     ) -> None:
+        """Keep the arguments, and connect nowhere before :meth:`run`.
+
+        :param image: the part of the slot that the version fills.
+        :param memory: the slot's file, mapped for writing.
+        :param transfer: the transfer's number. :param secret: shared by its members.
+        :param source: address to connect from; empty means any.
+        :param base: the bytes of a version that holders also have, to request deltas.
+        :param trips: round trips in seconds by host, shared with other pulls.
+        :param encrypt: use TLS, and never connect without.
+        """
         self.received = Received(image, memory, base)
         self._blocks, self._changed = self.received.blocks, self.received.changed
         self.holders = Holders()
@@ -168,7 +180,12 @@ class Pull:
                     wanted, best = (2 * wanted if best else wanted), rate
 
     def _add_connection(self, start: Start) -> None:
-        """Start a thread with one more connection, or note that no more can be made."""
+        """Start a thread with one more connection, or record that no more can be made.
+
+        The caller holds the lock.
+
+        :param start: starts a thread that runs the given function.
+        """
         self._running += 1
         try:
             start(self._connection)
@@ -294,10 +311,10 @@ class Pull:
                 self._give_up(holder, error.why, cut=error.cut)
 
     def _note_shortage(self, why: str, others: int) -> None:
-        """Note that this process cannot have more than ``others`` connections.
+        """Limit the connections of this pull to ``others``, the number that exist now.
 
-        Without any, :meth:`run` fails with the reason ``why``. The caller holds the
-        lock.
+        Called when this process can have no more of them. If there are none,
+        :meth:`run` fails with the reason ``why``. The caller holds the lock.
         """
         self._most = max(1, others)
         self._lack = "" if others else why

@@ -49,6 +49,7 @@ class PullFailed(RuntimeError):
     """
 
     def __init__(self, reply: wire.PullFailed) -> None:
+        """Make the exception from the carrier's reply, whose fields it takes."""
         super().__init__("; ".join(f"{name}: {text}" for name, text in reply.why.items()) or "no member can send it")
         self.why, self.received = reply.why, reply.received
         self.cut = cut_off(reply)
@@ -71,6 +72,13 @@ class Carrier(HelperProcess):
     ping, forget = wire.Ping, wire.ForgetSlot
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
+        """Take over a started carrier process.
+
+        Watch it and its socket on the running loop.
+
+        :param pidfd: of the process. :param sock: connected to it. Both are closed at
+            its end.
+        """
         self._serving: set[int] = set()
         super().__init__(pid, pidfd, sock)
         self.on_exit = self._exited
@@ -127,12 +135,18 @@ class Carrier(HelperProcess):
         self.on_exit = self._call_ends
 
     def _exited(self, reason: str) -> None:
-        """Log that the process ended unasked, and call the callbacks in ``ends``."""
+        """Log that the process ended unasked, and call the callbacks in ``ends``.
+
+        Called on the loop, with the reason for the log.
+        """
         logger.warning("%s", reason)
         self._call_ends(reason)
 
     def _call_ends(self, reason: str) -> None:
-        """Call all callbacks of :attr:`ends`, after the process has ended."""
+        """Call all callbacks of :attr:`ends`, after the process has ended.
+
+        Ignore the reason.
+        """
         for end in self.ends:
             end()
 
@@ -252,9 +266,10 @@ class Carrier(HelperProcess):
         return errors.InternalError(f"carrier {self.pid}: {reply.text}" if isinstance(reply, wire.Refused) else text)
 
     def _answers_ping(self, reply: wire.Reply) -> bool:
-        """Handle a Pong or the first message; return False for other replies.
+        """Handle a Pong or the carrier's first message, and return True.
 
-        A Pong calls :attr:`receivers`.
+        A Pong calls :attr:`receivers`. Return False for other replies, which answer a
+        request.
         """
         if isinstance(reply, wire.Listening) and not self._listens.done():
             self._listens.set_result(reply)
@@ -274,7 +289,10 @@ def _place_of(base: Lent | None) -> wire.Place | None:
 
 @naming_limits()
 def _spawn(host: str, port: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start a carrier process; return our end of its channel, and the process."""
+    """Start a carrier process; return our end of its channel, and the process.
+
+    :param host: IP address at which it listens. :param port: first port that it tries.
+    """
     ours, theirs = socket.socketpair()
     try:
         with theirs:

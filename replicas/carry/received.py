@@ -34,6 +34,13 @@ class Received:
     """
 
     def __init__(self, image: Image, memory: mmap.mmap, base: memoryview | None) -> None:
+        """Begin with no block received; map and write nothing.
+
+        :param image: the part of the slot that the version fills.
+        :param memory: the slot's file, mapped for writing.
+        :param base: the bytes of a version that holders also have, to apply deltas to;
+            None to request no deltas.
+        """
         self.image, self.base = image, base
         self.blocks, self.deltas = Blocks(image.nbytes), Deltas(image.nbytes)
         self.changed = threading.Condition()

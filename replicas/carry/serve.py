@@ -114,7 +114,9 @@ class Server:
     """
 
     def __init__(self, listener: socket.socket, started: Callable[[Callable[[], None]], object]) -> None:
-        """Serve at ``listener``, once :meth:`accept` is called for each connection.
+        """Keep the listening socket; accept nothing before :meth:`accept` is called.
+
+        The caller calls it whenever a connection waits.
 
         :param started: starts a thread that runs the given function.
         """
@@ -132,7 +134,10 @@ class Server:
         self._lock = threading.Condition()
 
     def certify(self, context: ssl.SSLContext, certificate_hash: str) -> None:
-        """Accept TLS connections from now on, with the certificate of ``context``."""
+        """Accept TLS connections from now on, with the certificate of ``context``.
+
+        :param certificate_hash: the certificate's SHA-256, in hexadecimal.
+        """
         with self._lock:
             self._tls, self._binding = context, bytes.fromhex(certificate_hash)
 
@@ -196,16 +201,23 @@ class Server:
         return True
 
     def _end_handshake(self, guest: _UnprovenConnection) -> None:
-        """Count a connection as out of its handshakes: proven, or failed."""
+        """Count a connection no longer among those in their handshakes.
+
+        Wake waiting threads.
+
+        Its handshakes are done or have failed. The connection is not closed.
+        """
         with self._lock:
             self._guests.pop(guest, None)
             self._at_door -= 1
             self._lock.notify_all()
 
     def _close_oldest_unproven(self) -> None:
-        """Close one connection in its handshakes: the oldest of the busiest address.
+        """Shut down one connection that is still in its handshakes, to make room.
 
-        Prefers those that have not named a known transfer. The caller holds the lock.
+        It is the oldest one from the IP address that has most of them. Connections that
+        have not named a served transfer go first. Its thread then closes the socket.
+        There must be such a connection. The caller holds the lock.
         """
         guests = [guest for guest in self._guests if not guest.named] or [*self._guests]
         ((source, _),) = Counter(guest.source for guest in guests).most_common(1)
@@ -215,7 +227,8 @@ class Server:
         tls.hang_up(guest.sock)
 
     def _serve(self, guest: _UnprovenConnection) -> None:
-        """A connection's thread: do the handshakes, then answer requests to the end."""
+        """A connection's thread: do the handshakes, answer requests, close the
+        socket."""
         found: _Offered | None = None
         try:
             try:
@@ -394,7 +407,7 @@ def _wait_for(sock: socket.socket, image: Image, at: int) -> None:
 
 
 def _send_withdrawn(sock: socket.socket) -> None:
-    """Send that the transfer is withdrawn; drop that if it would block."""
+    """Send the puller that the transfer is withdrawn; drop that if it would block."""
     with contextlib.suppress(OSError):
         sock.settimeout(0.0)
         sock.send(HEAD.pack(OVER))

@@ -69,6 +69,9 @@ def do_handshake(sock: ssl.SSLSocket, certificate_hash: str) -> None:
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Shut the connection down, from any thread: every wait in it ends."""
+    """Shut the connection down, from any thread: every wait in it ends.
+
+    The descriptor stays open.
+    """
     with contextlib.suppress(OSError):  # not connected, or closed
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

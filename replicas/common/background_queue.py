@@ -66,7 +66,11 @@ class BackgroundQueue(Generic[T]):
         return self._thread is not None and done.wait(timeout_s)
 
     def _start(self) -> None:
-        """Start the thread unless it runs; if that fails, the next item tries again."""
+        """Start the thread unless it runs.
+
+        Raise nothing if the system allows no thread: the items stay queued, and the
+        next :meth:`put` or :meth:`flush` tries again.
+        """
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             with contextlib.suppress(

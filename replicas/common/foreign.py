@@ -67,6 +67,7 @@ def readable(data: bytes, prefix: bytes, limit: int) -> list[bytes]:
     colours but no other control codes, and end with a line break.
 
     :param data: bytes of a log file.
+    :param prefix: bytes to put before each line, such as the name of the rank.
     :param limit: most bytes of a line, with prefix and end; a longer one is cut, and
         ends with the number of its bytes.
     """
@@ -124,7 +125,7 @@ def characters(text: str) -> str:
 
 
 def ascii_controls(text: str) -> str:
-    """Return a JSON text with unprintable characters as escapes of four hex digits.
+    """Return the JSON text ``text`` with its unprintable characters as JSON escapes.
 
     A parser reads the same value from it. Line breaks stay.
     """

@@ -74,7 +74,7 @@ class Log(logging.Logger):
     def handle(self, record: logging.LogRecord) -> None:
         """Queue a record for the thread on which the program's handlers run.
 
-        Drop it if full.
+        Drop the record if the queue is full; never wait.
         """
         _records.put(record)
 

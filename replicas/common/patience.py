@@ -22,7 +22,10 @@ class PauseClock:
     """
 
     def __init__(self, due: float, slack_s: float = PAUSE_S) -> None:
-        """Set when the first look is due, and how late it may come, in seconds."""
+        """Store when the first look is due, by the caller's steady clock.
+
+        :param slack_s: a look that is so much later means a pause of this process.
+        """
         self.due = due
         self._slack_s = slack_s
 
@@ -43,7 +46,10 @@ class Patience(PauseClock):
     """
 
     def __init__(self, now: float, interval_s: float) -> None:
-        """Begin at ``now``; the first look is due one ``interval_s`` later."""
+        """Begin at ``now``, a time of the caller's steady clock, without a duration.
+
+        :param interval_s: time between two looks; the first is due one interval later.
+        """
         super().__init__(now + interval_s)
         self._interval_s = interval_s
         self._since: float | None = None
@@ -66,8 +72,9 @@ class Silence(PauseClock):
     """Measures for how long a question to another process has had no answer."""
 
     def __init__(self, due: float, slack_s: float = PAUSE_S) -> None:
-        """Begin without a question; the first look is ``due`` at this time.
+        """Begin without a question.
 
+        :param due: time of the first look, by the caller's steady clock.
         :param slack_s: a look that is so much later means a pause of this process.
         """
         super().__init__(due, slack_s)
@@ -79,7 +86,9 @@ class Silence(PauseClock):
         return self._asked_at is not None
 
     def ask(self, now: float) -> None:
-        """Record that a question was sent at ``now``.
+        """Record that a question was sent to the other process, at ``now``.
+
+        Send nothing.
 
         Ignored while an earlier one is unanswered.
         """

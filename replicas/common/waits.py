@@ -31,7 +31,9 @@ T = TypeVar("T")
 
 
 def locked(lock: AbstractContextManager[object], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call ``function`` with ``lock`` held, and return its result.
+    """Return ``function(*args, **kwargs)``, called with ``lock`` held.
+
+    Wait for the lock.
 
     The lock is released after every interruption, also by a signal handler or a tracer.
     """
@@ -47,6 +49,7 @@ class Latch:
     """
 
     def __init__(self) -> None:
+        """Begin with the flag unset and without callbacks."""
         self.is_set = False
         self._wakers: dict[Callable[[], object], bool] = {}
 

@@ -97,7 +97,9 @@ class Acceptor:
         """Begin to accept connections of ``listener`` on the running loop.
 
         :param rules: of the port: tokens, counts of refusals, answers to probes.
-        :param admit: receives each accepted socket when its turn has come.
+        :param admit: called on the loop with each accepted socket when its turn has
+            come, its source, and the loop time by which its request must be complete;
+            owns the socket.
         :param tls: the port speaks TLS.
         """
         self._rules = rules
@@ -179,7 +181,10 @@ class Acceptor:
         self._later(NO_ROOM_S, self._accept)
 
     def _wait(self, one: _Waiting) -> None:
-        """Keep a connection in the lobby, and watch it until more bytes come."""
+        """Add a connection to the lobby, and watch it for more bytes or its end.
+
+        The loop then calls :meth:`_on_readable`.
+        """
         self._keep(one)
         self._by_fd[one.sock.fileno()] = one
         self._poll.register(one.sock.fileno(), _WATCHED)
@@ -322,12 +327,12 @@ class Acceptor:
         self._later(0.0, self._serve)
 
     def _serve(self) -> None:
-        """Pass on the next queued connection if the share of loop time allows.
+        """Hand the first connection of the queue to ``admit``, if its turn is now.
 
-        A timer calls it.
-
-        At most one for each loop iteration; it is charged to the share, and the next
-        call is scheduled.
+        The queue (connections without a token, or TLS handshakes) gets a limited share
+        of the event loop's time. A handed connection is charged to it; while the share
+        is used up, the connection stays queued. Either way a timer calls this again,
+        until the queue is empty.
         """
         one = next(iter(self._ready), None)
         if one is None:
@@ -341,7 +346,7 @@ class Acceptor:
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
         """Call ``what`` after so many seconds on the loop.
 
-        Ignored if scheduled already.
+        Do nothing if a call of ``what`` is scheduled already, at whatever time.
         """
         if what not in self._timers:
             self._timers[what] = self._loop.call_later(seconds, self._run_scheduled, what)

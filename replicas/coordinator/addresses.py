@@ -80,9 +80,9 @@ class AllowedHosts:
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
 
     def problem(self, values: Iterable[str]) -> Reason | None:
-        """Return why a request with these host names is refused; None if it is allowed.
+        """Return why a request is refused for its host names, or None if it is allowed.
 
-        :param values: of its headers Host and Origin.
+        :param values: the host names: values of its headers Host and Origin.
         """
         for name in map(_name, () if self._any else values):
             # no browser page can own an IP address

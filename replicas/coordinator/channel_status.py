@@ -25,7 +25,7 @@ def _info_nbytes(info: Mapping[str, str]) -> int:
 def _under_way(channel: ChannelState, publish: Publish, now: float) -> PublishStatus:
     """Return the status of an open publish, with the members that it waits for.
 
-    :param now: loop time.
+    :param now: loop time, for the seconds since its begin and until its deadline.
     """
     names: list[str] = []
     state, latest, kept = publish.state, channel.commits.latest, 0
@@ -57,7 +57,7 @@ def channel_waits(channels: Iterable[ChannelState], now: float) -> dict[str, str
     They continue "waits": ``{"version 7 of policy": "for rollout/0/0, 12 s at most"}``.
     A channel or publish that waits for nothing is left out.
 
-    :param now: loop time.
+    :param now: loop time, for the seconds that are left.
     """
     found = dict[str, str]()
     for channel in channels:
@@ -99,7 +99,7 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
 
     Its version is the newest whose commit is on disk.
 
-    :param now: loop time.
+    :param now: loop time, from which ages and remaining seconds are counted.
     """
     commits, told = channel.commits, channel.told
     # commits may be ahead of the disk, told never is

@@ -270,10 +270,10 @@ class Coordinator:
 
     @property
     def token(self) -> str:
-        """The join token of members: for ``join(token=...)``.
+        """Token that members must show: pass it to ``join(token=...)``.
 
-        Off loopback it names the key of the control port, which members then demand.
-        """
+        With TLS it also holds the hash of the control port's key: a member that joins
+        with it refuses a port with another key."""
         return self.tokens.text("member")
 
     @property

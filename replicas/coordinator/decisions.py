@@ -33,7 +33,14 @@ class DecisionLog:
     """
 
     def __init__(self, path: Path | None) -> None:
-        """Open, lock and read the file ``path``; None keeps all in memory."""
+        """Create or open the file ``path``, lock and read it; None keeps all in memory.
+
+        The lock is held until :meth:`close`.
+
+        :raises errors.UsageError: the folder or file is not private to this user.
+        :raises errors.WorldError: a line is damaged, or another coordinator has the
+            file.
+        """
         self._path = path
         self._fd = -1
         self._size = 0
@@ -127,8 +134,8 @@ class DecisionLog:
     def append(self, decision: Decision) -> None:
         """Write one decision to the log, and wait until it is on the disk; blocks.
 
-        Then it counts in the ledgers. Without a file only that. A long file is
-        compacted.
+        Then add it to the ledger of its channel. Without a file only do the latter. A
+        long file is compacted.
 
         :raises OSError: the write failed; the log is unchanged, and the same decision
             can be appended again.
@@ -153,7 +160,10 @@ class DecisionLog:
     def _compact(self) -> None:
         """Replace the file by a new one with the fewest decisions of the same effect.
 
-        The new one is locked and synced before. If that fails, keep the old one.
+        Blocks.
+
+        The new one is locked and synced before. If that fails, keep the old one and
+        raise nothing.
         """
         assert self._path is not None
         lines = b"".join(

@@ -60,6 +60,7 @@ class _PendingEffects:
     """Pending effects of one channel; they do not block those of other channels."""
 
     def __init__(self) -> None:
+        """Begin with no effect pending."""
         self.due: deque[Effect] = deque()
         self.applying = False
         self.tried_at = 0.0  # of the decision that waits for the disk
@@ -80,7 +81,7 @@ class Engine:
         carry_port: int = 0,
     ) -> None:
         """Restore the channels from ``decisions`` and ``epochs`` (last membership
-        numbers); send nothing. ``carry_port``: for pulls of versions between hosts."""
+        numbers); start nothing. ``carry_port``: for pulls of versions between hosts."""
         self.decisions = decisions
         self._store = store
         self._keeper = MemoryHolder()
@@ -123,11 +124,10 @@ class Engine:
     # ------------------------------------------------------------ sessions
 
     def open(self, hello: wire.Hello, connection: MemberConnection, address: str, seen_as: str = "") -> MemberSession:
-        """Bind a member's new connection to its session, or to a new session.
+        """Bind a member's new connection to its session, or to a new one; send Welcome.
+        ``address``: the member's, as seen from here. ``seen_as``: ours, as seen by it.
 
-        :param address: the member's, as seen from here. :param seen_as: ours, as seen
-            by it.
-        :raises errors.ReplicasError: it is refused. :raises NotYet: it must retry.
+        :raises errors.ReplicasError: the join is refused. :raises NotYet: retry later.
         """
         now = self._now()
         channel = self.hello_checks.channel(hello)
@@ -176,7 +176,7 @@ class Engine:
         connection.on_bytes = lambda: self._heard(session)
 
     def _heard(self, session: MemberSession) -> None:
-        """Renew the lease of a member that sent a part of a message; send an ack."""
+        """Called when a member's bytes come: renew its lease, send an ack if due."""
         channel, now = self._channel(session.member), self._now()
         if channel is not None:
             channel.roster.note_heard(session.member, now)
@@ -190,7 +190,7 @@ class Engine:
             channel.roster.disconnected(session.member, self._now())
 
     def _channel(self, member: Member) -> ChannelState | None:
-        """Return the channel of a member that has a session."""
+        """Return the channel of a member, or None if the member has no session."""
         session = self._sessions.get(member)
         return session.channel if session is not None else None
 
@@ -209,7 +209,7 @@ class Engine:
             session.close()
 
     def _exited(self, session: MemberSession) -> None:
-        """Handle what an ended process has sent before, then lose its member."""
+        """Lose an ended process's member, 0.25 s later if messages may still come."""
         if session.watch is not None:
             session.watch.close()
             session.watch = None
@@ -254,7 +254,9 @@ class Engine:
             self.without_store()
 
     def receive(self, session: MemberSession, frame: wire.MemberFrame) -> bool:
-        """Handle a member's frame. Return False if it is out of order, to cut it."""
+        """Handle a member's message, and renew its lease. Return False if the caller
+        must cut the connection: a message before it is missing, or there is no
+        session."""
         member, channel = session.member, self._channel(session.member)
         if channel is None:
             return False
@@ -293,7 +295,7 @@ class Engine:
     # ------------------------------------------------------------ effects
 
     def _apply(self, channel: ChannelState) -> None:
-        """Send and record what the channel asks for; stop where the disk fails."""
+        """Carry out the channel's effects, up to a decision that cannot be written."""
         outlet = self._outlets[channel.config.name]
         outlet.due.extend(channel.take_effects())
         if outlet.applying:  # called by _do(): the loop below continues with it
@@ -310,7 +312,8 @@ class Engine:
             outlet.applying = False
 
     def _recorded(self, channel: ChannelState, outlet: _PendingEffects, decision: Decision) -> bool:
-        """Write the first decision of ``outlet`` to disk. Return False to retry."""
+        """Write ``decision``, the first effect of ``outlet``, to disk; blocks. Return
+        False if that failed, after a log line: the caller must keep it and retry."""
         outlet.tried_at = outlet.tried_at or self._now()
         decision = decision if decision.at else msgspec.structs.replace(decision, at=time.time())
         try:
@@ -396,14 +399,16 @@ class Engine:
     # ------------------------------------------------------------ time
 
     def _end_silence(self, now: float) -> None:
-        """Note that a member is heard, which ends a silence of all members."""
+        """Record that a member is heard at loop time ``now``. If none was for seconds
+        before, extend the leases of remote members, which may need time to
+        reconnect."""
         grace_s = self._silence.end_silence(now)
         if grace_s:
             log.warning("extending heartbeat timeouts by %.1f s, after a time in which no member was heard", grace_s)
             self._extend_leases(0.0, now, grace_s)
 
     def _extend_leases(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:
-        """Add ``silence_s`` (and ``grace_s``) to the leases of remote members."""
+        """Add ``silence_s`` and ``grace_s`` to leases of connected remote members."""
         for channel in self.channels.values():
             channel.roster.extend_leases(self._remote_members, silence_s, now, grace_s=grace_s)
 

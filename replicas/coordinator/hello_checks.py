@@ -31,9 +31,11 @@ class HelloChecks:
         sessions: Mapping[Member, MemberSession],
         process: ProcessIdentity,
     ) -> None:
-        """Keep the mappings, which the caller keeps up to date.
+        """Keep the arguments, and check nothing yet.
 
-        :param sessions: of all members; the caller keeps it up to date.
+        :param run: name of the run, which members must give.
+        :param channels: by name. :param sessions: of all members. The caller keeps both
+            mappings up to date.
         :param process: this process.
         """
         self.run = run

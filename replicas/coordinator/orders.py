@@ -13,8 +13,8 @@ from replicas.messages.version_orders import Steered, VersionOrder
 async def carry_out(engine: Engine, order: object) -> Steered:
     """Give a channel an order about versions (promote, roll back, ...).
 
-    Return when the decision is on disk. A rollback waits for publishes that have begun
-    before it.
+    Return the outcome when the decision is on disk; there is no time limit. A rollback
+    waits for publishes that have begun before it.
 
     :param order: one of :mod:`replicas.messages.version_orders`; checked here.
     :raises errors.UsageError: this is not such an order, or there is no such channel,

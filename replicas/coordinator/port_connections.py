@@ -289,7 +289,10 @@ class PortConnection(asyncio.Protocol):
         self._say(answer(status, text))
 
     def _say(self, data: bytes) -> None:
-        """Write ``data``, a whole response, and close; abort after 5 s if unread."""
+        """Write ``data``, a whole response, and close.
+
+        Abort after 5 s if it is not read.
+        """
         self._cancel_timer()
         self.transport.write(data)
         self.transport.close()

@@ -60,6 +60,7 @@ class ReadinessBook:
     """Remembers which generation of each replica has been ready."""
 
     def __init__(self) -> None:
+        """Begin with no generation known to have been ready."""
         self._was_ready: dict[tuple[str, str, int], int] = {}
 
     def of(
@@ -77,7 +78,8 @@ class ReadinessBook:
 
         :param channels: all channels of the run; those of other groups are skipped.
         :param generation: the start of the replica that is asked about.
-        :param world: the number of its ranks. :param now: loop time.
+        :param world: the number of its ranks.
+        :param now: loop time, from which ages are counted.
         :param external: another launcher starts it; members of all generations count.
         """
         reasons: list[str] = []
@@ -144,7 +146,8 @@ class ReadinessBook:
         """Return why its loaded version keeps a target from being ready: 0 or 1 texts.
 
         If nothing is in the way, this generation is remembered as having been ready;
-        after a partial load it is forgotten.
+        then a newer version that it has not loaded no longer makes it unready. After a
+        partial load it is forgotten.
         """
         key = (channel.config.name, group, replica)
         told, round_ = channel.told, channel.load_rounds.of(group, replica)

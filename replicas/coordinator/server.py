@@ -68,8 +68,11 @@ class _Refusal(Exception):
     """
 
     def __init__(self, reason: str, text: str, code: int, *, final: bool = False) -> None:
-        """Keep a reason of ``REASONS``, a text for the peer, and a close code.
+        """Make the exception; count and send nothing.
 
+        :param reason: one of :data:`replicas.coordinator.limits.REASONS`, for the
+            counts.
+        :param text: for the peer. :param code: WebSocket close code.
         :param final: lose the member, and send it the text.
         """
         super().__init__(text)
@@ -79,8 +82,10 @@ class _Refusal(Exception):
 def session_route(engine: Engine, tokens: Tokens) -> SocketRoute:
     """Return the route ``/session``, at which member sessions of the engine are served.
 
-    It refuses requests without a valid token, and ends a session whose token is
-    retired.
+    A request without a valid token is refused. When the token that a connection has
+    shown is retired, the connection is cut.
+
+    :param tokens: the valid tokens, now and later.
     """
 
     def refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
@@ -231,9 +236,10 @@ async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, ov
 
 
 def _refused(engine: Engine, session: MemberSession, refusal: _Refusal) -> None:
-    """Count and log bad input of a session's connection.
+    """Count and log bad input of a session's connection; do not close the connection.
 
-    If it is final, or the third in a row, the member is lost, and is sent the reason.
+    If ``refusal`` is final, or the third one since the last good message, the member is
+    lost, and is sent the reason.
     """
     session.refused += 1
     engine.refused(refusal.reason)
@@ -243,9 +249,9 @@ def _refused(engine: Engine, session: MemberSession, refusal: _Refusal) -> None:
 
 
 def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
-    """Decode and check one message, and pass it to the engine.
+    """Decode and check one message, and pass it to the engine, on the loop.
 
-    :raises _Refusal: it is malformed or out of order.
+    :raises _Refusal: it is malformed or out of order; nothing is counted yet.
     """
     frame = _decoded(data)
     if isinstance(frame.body, Hello):

@@ -108,7 +108,8 @@ class MemberSession:
     def attach(self, connection: MemberConnection, acknowledged: int, first: FromCoordinator) -> None:
         """Send over ``connection`` from now on.
 
-        The former one is left to its server's task.
+        The former one is not closed here: :attr:`over` is set, so its server's task
+        ends it.
 
         :param acknowledged: number of the last message that the member has received.
         :param first: sent before the messages above that number.
@@ -219,7 +220,9 @@ class MemberSession:
             await self._news.wait()
 
     def detach(self, connection: MemberConnection) -> bool:
-        """Note that ``connection`` has ended: messages wait for the next one.
+        """Stop writing to ``connection``, which has ended.
+
+        Keep messages for the next one.
 
         Calls :attr:`on_detach`. Return False, and do nothing, if another connection has
         replaced it.
@@ -253,7 +256,11 @@ class ProcessWatch:
     """
 
     def __init__(self, process: ProcessIdentity, loop: asyncio.AbstractEventLoop) -> None:
-        """Open a pidfd of the process, and check its start time; watch nothing yet."""
+        """Open a pidfd of the process, and check its start time; watch nothing yet.
+
+        :param loop: the event loop for :meth:`start`.
+        :raises ProcessLookupError: it has ended already.
+        """
         self._loop = loop
         self._pidfd = os.pidfd_open(process.pid)  # from here on the pid cannot be given to another
         try:
@@ -274,5 +281,8 @@ class ProcessWatch:
             self._pidfd = -1
 
     def start(self, on_exit: Callable[[], None]) -> None:
-        """Have the loop call ``on_exit`` when the process ends, until :meth:`close`."""
+        """Have the loop call ``on_exit`` when the process ends, until :meth:`close`.
+
+        ``on_exit`` must call :meth:`close`, or it is called again and again.
+        """
         self._loop.add_reader(self._pidfd, on_exit)

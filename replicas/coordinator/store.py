@@ -43,8 +43,10 @@ class StoreWatcher:
     def __init__(self, bind: str, port: int, on_change: Callable[[bool], None]) -> None:
         """Keep the arguments; nothing is started before :meth:`start`.
 
-        :param bind: address or host name to listen on. :param port: of the first store.
-        :param on_change: called on the loop as ``on_change(up)``.
+        :param bind: address or host name to listen on. :param port: of the first store;
+            0 lets the kernel choose.
+        :param on_change: called on the loop, with True when a store is up at a new
+            address, and with False when it has ended.
         """
         self._bind = bind
         self._port = port
@@ -67,7 +69,7 @@ class StoreWatcher:
 
     @property
     def pid(self) -> int | None:
-        """Pid of the present store process, or None."""
+        """Pid of the present store process, or None while there is none."""
         return self._process.pid if self._process is not None else None
 
     async def resolve(self) -> None:
@@ -288,7 +290,12 @@ class StoreWatcher:
             log.error("leaving behind the process of the rendezvous store, %d: SIGKILL has not ended it", process.pid)
 
     async def aclose(self) -> None:
-        """End the process, and its keys with it; cancel the tasks that watch it."""
+        """Cancel the tasks that watch the process.
+
+        Kill it, and wait 5 s at most for its end.
+
+        Its keys are lost.
+        """
         self._life.stop()
         await cancelled(*self._tasks)
         await self._kill()

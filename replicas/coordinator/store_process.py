@@ -141,12 +141,11 @@ def bound_memory() -> int:
 
 
 def serve(control: socket.socket, bind: str, port: int) -> int:
-    """Serve a TCPStore until ``control``, the owner's socket, closes.
+    """Serve a TCPStore until ``control`` closes; return the exit code of this process.
 
-    Return the exit code.
-
-    It answers requests on that socket, and blocks this process. The code is 0, or 2 if
-    it cannot listen at ``bind`` and ``port``, for which a reply has the error.
+    Blocks. ``control`` is the socket to the owner, whose requests are answered there.
+    The code is 0, or 2 if the store cannot listen at ``bind`` and ``port``: the first
+    message then has the error.
     """
     encode = msgspec.json.Encoder().encode
     try:

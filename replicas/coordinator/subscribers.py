@@ -13,7 +13,8 @@ log = Log("replicas.coordinator")
 
 
 def _end_program(error: BaseException) -> None:
-    """Raise ``error`` from the program's event loop, to end the program."""
+    """Raise ``error`` from a callback of the program's event loop, which ends the
+    loop."""
     raise error
 
 

@@ -31,7 +31,7 @@ class LoopThread(Generic[T]):
     """
 
     def __init__(self, what: T) -> None:
-        """Keep the context manager ``what``; :meth:`start` starts the thread."""
+        """Keep ``what``, an async context manager; :meth:`start` starts the thread."""
         self._what = what
         self._pid = os.getpid()
         self._opened, self._over = Latch(), Latch()
@@ -135,5 +135,8 @@ class LoopThread(Generic[T]):
 
 
 def _log_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error of a callback or task; the loop's exception handler."""
+    """Log an error of a callback or task; the exception handler of the thread's loop.
+
+    :param context: asyncio's description of the error.
+    """
     log.error("%s", context.get("message"), exc_info=context.get("exception"))

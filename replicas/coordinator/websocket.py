@@ -138,7 +138,7 @@ class WebSocket(asyncio.BufferedProtocol):
     def __init__(self, transport: asyncio.Transport, left: Callable[[], None]) -> None:
         """Take over an open transport; the upgrade request comes to :meth:`open`.
 
-        :param left: called when the connection has ended.
+        :param left: called once on the loop when the connection has ended.
         """
         self._transport = transport
         self._left = left

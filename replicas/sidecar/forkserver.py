@@ -60,6 +60,15 @@ class ForkServer:
     """
 
     def __init__(self, run_sidecar: Callable[[socket.socket, int], None], listener: socket.socket, secret: str) -> None:
+        """Register the listening socket with a selector.
+
+        Accept nothing before :meth:`run`.
+
+        :param run_sidecar: called in each forked child, as ``run_sidecar(channel,
+            pidfd)``: its socket to the rank, and a pidfd of the rank; never returns.
+        :param listener: socket at which processes of this user connect.
+        :param secret: that they must show.
+        """
         self._run_sidecar = run_sidecar
         self._secret = secret
         self._selector = selectors.DefaultSelector()
@@ -162,7 +171,11 @@ class ForkServer:
             end_process(code)
 
     def _forget_everything(self, keep: set[int]) -> None:
-        """Close all inherited descriptors but ``keep``; detach our objects first."""
+        """In a forked child: close all inherited descriptors but ``keep``.
+
+        The server's own socket objects are detached before, so that they close none
+        later.
+        """
         for client in self._clients:
             client.sock.detach()
         self._listener.detach()
@@ -173,7 +186,7 @@ class ForkServer:
                     os.close(fd)
 
     def _drop(self, client: _Client) -> None:
-        """Close a client's connection, and kill its sidecars."""
+        """Close a client's connection, and send its sidecars SIGKILL."""
         if client not in self._clients:
             return
         self._clients.remove(client)

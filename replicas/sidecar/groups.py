@@ -91,7 +91,10 @@ class StartedWork:
     wait_for: Callable[[Any, float], None] = _wait
 
     def wait(self) -> None:
-        """Wait for the results in the tensors; raise RuntimeError on failure."""
+        """Block until the results are in the tensors, or the deadline.
+
+        :raises RuntimeError: an operation failed, or did not end by the deadline.
+        """
         for work in self.works:
             self.wait_for(work, self.deadline)
         self.finish()
@@ -130,10 +133,10 @@ class CollectiveGroup(ABC):
         return self._run(tensor, start, deadline, read=self.rank == root, write=self.rank != root)
 
     def all_reduce(self, tensor: torch.Tensor, op: str, deadline: float) -> StartedWork:
-        """Start a reduction on all members in place; for "mean" only sum.
+        """Start a reduction on all members, in place.
 
-        The caller divides.
-
+        :param op: ``sum``, ``mean``, ``min`` or ``max``; for ``mean`` the result is the
+            sum, and the caller divides.
         :param deadline: by ``time.monotonic()``.
         """
         options = _c10d.AllreduceOptions()
@@ -142,11 +145,12 @@ class CollectiveGroup(ABC):
         return self._run(tensor, start, deadline, read=True, write=True)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: str, deadline: float) -> StartedWork:
-        """Start a reduction into the root's ``tensor``, "mean" as a sum.
+        """Start a reduction into the root's ``tensor``.
 
-        The tensors of the other members become scratch.
+        The tensors of the other members are overwritten with values that mean nothing.
 
         :param root: rank in the group.
+        :param op: as in :meth:`all_reduce`.
         :param deadline: by ``time.monotonic()``.
         """
         options = _c10d.ReduceOptions()
@@ -189,7 +193,10 @@ class CollectiveGroup(ABC):
     ) -> StartedWork:
         """Start an operation, in place, or on a copy in staging memory.
 
+        Return it for waiting.
+
         :param start: starts it on the tensor that it gets; returns torch's works.
+        :param deadline: by ``time.monotonic()``, for the wait.
         :param read: it reads ``tensor``. :param write: it changes ``tensor``.
         """
         if self._in_place(tensor):
@@ -238,6 +245,13 @@ class GlooGroup(CollectiveGroup):
     """ProcessGroupGloo: works on host memory."""
 
     def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator | None = None) -> None:
+        """Use torch's Gloo group ``backend``, formed as in ``spec``.
+
+        Allocate nothing yet.
+
+        :param device: accelerator of device tensors, which are staged in host memory;
+            None without such ones.
+        """
         super().__init__(backend, spec, device)
         self._pinned: list[torch.Tensor] = []
         self._registrations: list[Registration | None] = []
@@ -268,6 +282,13 @@ class NcclGroup(CollectiveGroup):
     _wait_for = staticmethod(_wait_nccl)
 
     def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator, where: torch.device) -> None:
+        """Use torch's NCCL group ``backend``, formed as in ``spec``.
+
+        Allocate nothing yet.
+
+        :param device: accelerator of the group. :param where: torch's name of the GPU,
+            on which host tensors are staged.
+        """
         super().__init__(backend, spec, device)
         self._where = where
 
@@ -280,7 +301,11 @@ class NcclGroup(CollectiveGroup):
         return torch.empty_like(tensor, device=self._where), lambda: None
 
     def _exchange(self, move: Callable[..., Any], peer: int, tensor: torch.Tensor) -> list[Any]:
-        """Start it as a batch: alone, it would need a communicator of the two."""
+        """Start ``move`` of the tensor as a batch; return the works to wait for.
+
+        It is a send to ``peer`` or a receive from there. Alone, each pair of members
+        would need a communicator of its own.
+        """
         self._backend._start_coalescing()
         super()._exchange(move, peer, tensor)
         return [self._backend._end_coalescing()]

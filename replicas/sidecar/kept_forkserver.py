@@ -80,7 +80,14 @@ class KeptForkserver:
     """
 
     def __init__(self, environment: Mapping[str, str], given_up: Callable[[str], None]) -> None:
-        """Bind the socket, and wait for connections on the loop; start no process."""
+        """Bind the socket, and wait for connections on the loop; start no process.
+
+        :param environment: variables of the process.
+        :param given_up: called once, on the loop, with the reason as text, when the
+            process failed so often in a row that it is not started again; not after
+            :meth:`kill`.
+        :raises OSError: the socket cannot be bound.
+        """
         self._loop = asyncio.get_running_loop()
         self._given_up = given_up
         address = SocketAddress(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16))
@@ -134,7 +141,12 @@ class KeptForkserver:
             self._listener.close()
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
-        """Do :meth:`kill`, and wait up to ``timeout_s`` for the end of the process."""
+        """Kill the process and close its socket, for good.
+
+        Wait for the end of the process.
+
+        After ``timeout_s`` only log that it has not ended.
+        """
         self.kill()
         if not await is_set_within(self.gone, timeout_s):
             log.error("leaving behind forkserver process %d: SIGKILL has not ended it", self.pid)
@@ -144,7 +156,11 @@ class KeptForkserver:
         self._loop.add_reader(self._listener, self._start)
 
     def _start(self) -> None:
-        """Start the process now. A failure counts as an end of the process."""
+        """Start the process now, and watch it on the loop.
+
+        Raise nothing: a failure counts as an end of the process, after which the next
+        start is scheduled.
+        """
         self._loop.remove_reader(self._listener)
         now = self._loop.time()
         self._life.start(now)
@@ -168,7 +184,9 @@ class KeptForkserver:
         self._ended("died")
 
     def _ended(self, how: str) -> None:
-        """Schedule the next start, or give up after too many.
+        """Schedule the next start.
+
+        After too many failures close all and call ``given_up``.
 
         :param how: the end in words, for logs.
         """

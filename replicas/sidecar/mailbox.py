@@ -51,7 +51,11 @@ class Mailbox:
     """
 
     def __init__(self, channel: socket.socket, pidfd: int) -> None:
-        """Start the watch: a thread that reads the channel while this one is busy."""
+        """Start the watch: a thread that reads the channel while this one is busy.
+
+        :param channel: socket to the rank; read and written here, never closed.
+        :param pidfd: of the rank's process.
+        """
         self._channel = channel
         self._pidfd = pidfd
         self._frames = frames.FrameReader(channel)
@@ -128,7 +132,10 @@ class Mailbox:
 
     @staticmethod
     def _or_end(do: Callable[[], None]) -> None:
-        """Run ``do``; if it raises, as the channel failed, end the process."""
+        """Run ``do``.
+
+        If it raises, as the channel failed, print that and end the process.
+        """
         code = 1
         try:
             do()

@@ -44,6 +44,11 @@ class SidecarProcess:
     """A sidecar's group and buffers, and its handling of each request."""
 
     def __init__(self, mailbox: Mailbox) -> None:
+        """Begin without a process group, GPU or mapped buffer; start no thread.
+
+        :param mailbox: the channel to the rank; a request records its traffic there,
+            from which the mailbox answers pings.
+        """
         self._mailbox = mailbox
         self._group: CollectiveGroup | None = None
         self._buffers: dict[int, Buffer] = {}
@@ -53,7 +58,11 @@ class SidecarProcess:
         self._began = False
 
     def handle(self, request: wire.Request, fds: list[int]) -> wire.Reply | None:
-        """Handle ``request``; return its reply, or None. Takes ownership of ``fds``."""
+        """Handle ``request`` on this thread; return the reply for the caller to send.
+
+        Blocks until it is done. None means that the request has no reply. The
+        descriptors in ``fds``, which came with it, are owned and closed here.
+        """
         match request:
             case wire.MapBuffer(key=key, device=device):
                 (fd,) = fds
@@ -96,7 +105,11 @@ class SidecarProcess:
             return wire.Failed(number, _summary(error), over=not refused)
 
     def _build(self, request: wire.BuildGroup) -> wire.Reply:
-        """Form the process group, and use its GPU; ValueError if there is a group."""
+        """Form the process group, and use its GPU; block until then, and reply Done.
+
+        :raises ValueError: there is a group already. Errors are those of
+            :func:`build_group`.
+        """
         if self._group is not None:
             raise ValueError("this sidecar has a group already")
         name_process("replica-sidecar")
@@ -107,7 +120,13 @@ class SidecarProcess:
         return wire.Done(request.id)
 
     def _collective(self, request: wire.RunCollective) -> wire.Reply:
-        """Run an operation on mapped buffers; wait until no work of it is pending."""
+        """Run an operation on mapped buffers; block until its results are there.
+
+        Reply Done.
+
+        :raises ValueError: there is no group, or no such buffer, or they do not fit.
+        :raises RuntimeError: a peer failed, or the timeout passed.
+        """
         group, spec = self._built_group, request.spec
         found = [None if key is None else self._buffer(key) for key in (request.inputs, request.outputs)]
         buffers = [buffer for buffer in found if buffer is not None]
@@ -123,7 +142,11 @@ class SidecarProcess:
         return wire.Done(request.id)
 
     def _probe(self, request: wire.ProbeBuffer) -> wire.Reply:
-        """Return all bytes of a small mapped buffer, to prove that it can be read."""
+        """Return all bytes of a small mapped buffer in a reply.
+
+        It proves that the buffer can be read. Blocks until the rank's GPU work on it
+        has ended.
+        """
         buffer = self._buffer(request.buffer)
         with self._stream():
             self._await_rank(buffer)
@@ -199,7 +222,7 @@ def run(channel: socket.socket, rank_pidfd: int) -> None:
 
     The process ends when the rank closes the channel or dies, or the group has failed.
 
-    :param rank_pidfd: of the rank.
+    :param rank_pidfd: of the rank's process, watched for its end.
     """
     torch.set_num_threads(1)
     mailbox = Mailbox(channel, rank_pidfd)

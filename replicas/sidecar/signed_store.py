@@ -51,6 +51,11 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
     """
 
     def __init__(self, inner: Any, secret: bytes) -> None:
+        """Wrap a store; send nothing to it yet.
+
+        :param inner: torch's store, with the lane's prefix.
+        :param secret: shared by all members of the lane; key of the tags.
+        """
         super().__init__()
         self._inner = inner
         self._secret = secret
@@ -62,7 +67,7 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
     # ------------------------------------------------------ methods for process groups
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value behind its tag, and remember it as our own."""
+        """Write ``value`` behind its tag (a keyed hash), and remember it as our own."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._mine[key] = self._tag(key, data) + data
         self._inner.set(key, self._mine[key])

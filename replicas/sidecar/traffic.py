@@ -60,6 +60,7 @@ class Traffic:
     """Measures the traffic of the current request. Thread-safe."""
 
     def __init__(self) -> None:
+        """Begin outside a request; read no counts yet."""
         self._lock = threading.Lock()
         self._active = False
         self._sockets: dict[int, _Key] = {}
@@ -109,20 +110,27 @@ class Traffic:
             return Moved(sent, received, now - self._still_since, rtt_s, tuple(sorted(held_up)))
 
     def _find(self) -> dict[_Key, _Connection]:
-        """Under the lock: list this process's TCP connections; return their counts."""
+        """Find this process's TCP connections again; return their counts.
+
+        The caller holds the lock.
+        """
         self._sockets = {fd: key for fd in _descriptors() if (key := _ends(fd)) is not None}
         return self._read()
 
     def _read(self) -> dict[_Key, _Connection]:
-        """Under the lock: return the counts of the known connections still open."""
+        """Return the counts of the known connections that are still open.
+
+        The caller holds the lock.
+        """
         read = ((key, _counts(fd, key)) for fd, key in self._sockets.items())
         return {key: counts for key, counts in read if counts is not None}
 
 
 def _holds_up(now: _Connection, before: _Connection | None, elapsed_s: float) -> bool:
-    """Return True if the peer or the network holds up the queued bytes.
+    """Return True if the peer or the network holds up the bytes queued on a connection.
 
-    :param before: the counts ``elapsed_s`` seconds ago; None of a new connection.
+    :param now: the connection's counts now. :param before: those ``elapsed_s`` seconds
+        ago; None for a new connection.
     """
     if not now.queued:
         return False

@@ -24,13 +24,18 @@ class Console:
     """Line output to a descriptor, whose mode is not changed, as others share it."""
 
     def __init__(self, descriptor: int = 2) -> None:
+        """Write to this descriptor, stderr by default.
+
+        The first line starts the thread.
+        """
         self._descriptor = descriptor
         self._lines: BackgroundQueue[str] = BackgroundQueue("console", self._show, self._missing)
 
     def say(self, text: str) -> None:
-        """Queue a line with the time of day, and indent its further lines. Never waits.
+        """Queue a line with the time of day (local time), and indent its further lines.
 
-        The console's thread prints it, or drops and counts it if the queue is full.
+        Never waits. The console's thread prints it, or drops and counts it if the queue
+        is full.
         """
         self.write(f"{time.strftime('%H:%M:%S')} replicas: {hanging(text)}")
 
@@ -64,8 +69,9 @@ class Console:
                 root.removeHandler(handler)
 
     def _missing(self, count: int) -> None:
-        """Print, in the console's thread, that ``count`` lines were dropped here.
-        Blocks.
+        """Print that ``count`` lines were dropped here.
+
+        Blocks; on the console's thread.
         """
         self._show(f"({count} lines before this one were dropped: the output was blocked)")
 
@@ -97,6 +103,7 @@ class _Handler(logging.Handler):
     """Prints warnings and errors like all other lines."""
 
     def __init__(self, console: Console) -> None:
+        """Handle warnings and errors as lines of ``console``; install nothing."""
         super().__init__(logging.WARNING)
         self._console = console
 

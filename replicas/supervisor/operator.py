@@ -145,6 +145,7 @@ class _Terminal:
     """The terminal of this process, with which the run ends unless it has nohup."""
 
     def __init__(self) -> None:
+        """Note whether this process has a terminal, and ignores SIGHUP (nohup)."""
         stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
         self._controls = not stays and self._is_controlled()
         self._shown = not stays and os.isatty(2)
@@ -175,6 +176,7 @@ class _Operator:
         console: Console,
         preempting: frozenset[signal.Signals] = frozenset(),
     ) -> None:
+        """Start the task that waits for reloads; :meth:`listening` handles signals."""
         self.started = asyncio.Event()
         self.preempted = False
         self._supervisor, self._notifier, self._watcher = supervisor, notifier, watcher
@@ -285,11 +287,9 @@ class _Operator:
             self._reload_asked.set()
 
     async def _reload_when_asked(self) -> None:
-        """Reload the config when asked, one reload at a time, until cancelled.
-
-        A reload ends when the config is in use or refused; its changes may take long or
-        never end.
-        """
+        """Reload the config when asked, one reload at a time, until cancelled. A reload
+        ends when the config is in use or refused; its changes may take long or never
+        end."""
         await self.started.wait()
         while await self._reload_asked.wait():
             self._reload_asked.clear()
@@ -335,6 +335,7 @@ class Notifier:
     """Sends sd_notify messages to a datagram socket, if it has an address."""
 
     def __init__(self, address: str = "", watchdog_s: float | None = None) -> None:
+        """Open a socket if there is an address; connect and send nothing."""
         self.watchdog_s = watchdog_s
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) if address else None
@@ -386,6 +387,7 @@ class Notifier:
             self.send(READY="1")
 
     def close(self) -> None:
+        """Close the socket; later messages are not sent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -395,6 +397,7 @@ class Watcher:
     """Reports a supervisor's state to systemd while :meth:`run` runs."""
 
     def __init__(self, notifier: Notifier, supervisor: Supervisor) -> None:
+        """Keep the arguments; send nothing before :meth:`run`."""
         self._notifier = notifier
         self._supervisor = supervisor
         self._status = ""

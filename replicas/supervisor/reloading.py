@@ -52,6 +52,13 @@ class Reloading:
         fleet: Callable[[], Fleet],
         check_plan: Callable[[Config], Coroutine[Any, Any, Machine]],
     ) -> None:
+        """Keep the arguments; start nothing.
+
+        :param fleet: returns the groups of the run, or raises UsageError during the
+            start.
+        :param check_plan: returns this machine, or raises BadConfig if the plan does
+            not fit it.
+        """
         self._context, self._fleet, self._check_plan = context, fleet, check_plan
         self._one_at_a_time = asyncio.Lock()
         self._rolls: dict[str, tuple[Cause, asyncio.Task[None]]] = {}

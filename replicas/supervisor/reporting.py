@@ -46,6 +46,11 @@ class Reporting:
     """
 
     def __init__(self, report: Callable[[str], None], status: Callable[[], RunStatus]) -> None:
+        """Begin with an event log in memory, which :meth:`open` replaces.
+
+        :param report: called by :meth:`say` and :meth:`emit` with each line for people.
+        :param status: returns the status of the run, for the metrics.
+        """
         self.events = EventLog(None)
         self.ended: RunEnded | None = None
         self.metrics = Metrics(status, lambda: self.events.tally)

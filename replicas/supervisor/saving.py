@@ -18,6 +18,7 @@ class Saving:
     """Writes state.json of a run."""
 
     def __init__(self, context: FleetContext, nodes: Nodes) -> None:
+        """Keep the arguments; write nothing yet."""
         self._context, self._nodes = context, nodes
         self._machine, self._process = machine(), this_process()
         self._helpers: dict[int, ProcessRecord] = {}

@@ -95,6 +95,7 @@ class Supervisor:
     def __init__(
         self, config: Config | Path | str | Mapping[str, Any], *, report: Callable[[str], None] | None = None
     ) -> None:
+        """Read and check the config; start, make and lock nothing."""
         needs.check()
         read = config_file.read(config)
         start_levels(read.groups)

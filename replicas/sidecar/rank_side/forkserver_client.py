@@ -65,7 +65,7 @@ class Forkserver:
     """Connection to a forkserver; its sidecars end with the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Read answers from ``sock`` on the running loop."""
+        """Take over ``sock``, and read answers from it on the running loop."""
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._pending: deque[asyncio.Future[tuple[wire.ForkserverReply, list[int]]]] = deque()
@@ -101,9 +101,11 @@ class Forkserver:
     async def _attached(self, secret: str, deadline: float) -> Forkserver:
         """Send the secret and this rank's pidfd and output; wait until it can fork.
 
-        Returns this object, or closes it and raises.
+        Return this object, or close it and raise.
 
         :param deadline: by the loop's clock.
+        :raises SidecarDied: the connection ended, or no answer came by the deadline.
+        :raises Unusable: it runs another release.
         """
         place = rank_environment.describe_own_place()
         try:
@@ -122,7 +124,9 @@ class Forkserver:
         return not self._closed
 
     async def fork(self) -> Sidecar:
-        """Return the spare sidecar if there is one, else a new one.
+        """Return the spare sidecar if there is one; else fork one, and wait for it.
+
+        The caller owns it, but it is killed with this connection.
 
         :raises SidecarDied: the forkserver is gone, or has not answered for
             ``FORK_TIMEOUT_S`` (this connection is then closed).
@@ -138,7 +142,12 @@ class Forkserver:
                 return await spare
 
     def prefork(self) -> None:
-        """Start to fork a spare for the next :meth:`fork`, unless there is one."""
+        """Start a task that forks a spare sidecar for the next :meth:`fork`.
+
+        Do not wait.
+
+        Do nothing if there is a usable spare, or one is being forked.
+        """
         forked = result_of(self._spare)
         if self._spare is None or (self._spare.done() and (forked is None or not forked.usable)):
             self._spare = self._loop.create_task(self._fork(), name="fork")

@@ -29,6 +29,7 @@ class SidecarFailed(RuntimeError):
     """The sidecar answered with an error. Fields as of :class:`wire.Failed`."""
 
     def __init__(self, reply: wire.Failed) -> None:
+        """Make the exception from the sidecar's reply, whose fields it takes."""
         super().__init__(reply.error)
         self.over, self.kind, self.links = reply.over, reply.kind, reply.links
         self.members, self.hint = reply.members, reply.hint

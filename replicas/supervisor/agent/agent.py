@@ -77,9 +77,14 @@ _KILL_S = END_S - 1.0
 class SupervisorLink(Protocol):
     """A connection to a supervisor. It carries whole frames, in order."""
 
-    async def send(self, message: bytes, /) -> None: ...
-    async def recv(self) -> str | bytes: ...
-    async def close(self) -> None: ...
+    async def send(self, message: bytes, /) -> None:
+        """Send one frame; wait while the peer takes no more."""
+
+    async def recv(self) -> str | bytes:
+        """Wait for the next frame and return it; raise ConnectionClosed at the end."""
+
+    async def close(self) -> None:
+        """Close the connection."""
 
 
 class _Refused(Exception):
@@ -87,18 +92,7 @@ class _Refused(Exception):
 
 
 class Agent:
-    """One node of a run, from :meth:`run`'s start to its exit code.
-
-    :param dial: opens a connection; returns it and its local address. Raises OSError or
-        an error of websockets.
-    :param shims: the shims of this node, which run the processes.
-    :param state_dir: folder of the logs and of the token for the ranks.
-    :param address: address of this node's ranks for ranks of other nodes; default: the
-        connection's local address.
-    :param wanted: returns whether to keep dialling before a supervisor has answered.
-    :param on_token: called with a new token for the next connection.
-    :param machine: the node's resources; None if the supervisor is on the same machine.
-    """
+    """One node of a run, from :meth:`run`'s start to its exit code."""
 
     def __init__(
         self,
@@ -113,6 +107,20 @@ class Agent:
         wanted: Callable[[], bool] = lambda: True,
         on_token: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """Prepare for :meth:`run` on the running loop; connect nowhere yet.
+
+        :param dial: opens a connection; returns it and its local address. Raises
+            OSError or an error of websockets.
+        :param shims: the shims of this node, which run the processes.
+        :param state_dir: folder of the logs and of the token for the ranks.
+        :param machine: the node's resources; None if the supervisor is on the same
+            machine.
+        :param address: of this node's ranks for other nodes; default: the connection's
+            own.
+        :param wanted: returns whether to keep dialling before a supervisor has
+            answered.
+        :param on_token: called with a new token for the next connection.
+        """
         self.node = node
         self._dial, self._wanted, self._on_token = dial, wanted, on_token
         self._address = address

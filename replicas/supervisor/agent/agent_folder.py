@@ -38,6 +38,7 @@ class AgentFolder(LockedFolder):
     elsewhere = "name another one with --state-dir"
 
     def __init__(self, path: Path) -> None:
+        """Store the path; make and lock nothing before :meth:`acquire`."""
         super().__init__(path)
         self._made = False
         self._said_at = -math.inf

@@ -30,6 +30,11 @@ class Forkservers:
     """
 
     def __init__(self, broken: Callable[[str, str], None]) -> None:
+        """Begin without forkservers.
+
+        :param broken: called on the loop with an address and a reason when ranks with
+            that address cannot sync, as its forkserver is not started again.
+        """
         self._broken = broken
         self._kept: dict[frozenset[tuple[str, str]], KeptForkserver] = {}
 

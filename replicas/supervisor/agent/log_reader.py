@@ -26,6 +26,7 @@ class _Reader:
     """One reader of the node's logs, and its lines that are not sent yet."""
 
     def __init__(self, follower: LogFollower) -> None:
+        """Take over ``follower``, which reads the files; no line waits yet."""
         self.follower = follower
         self.waiting: deque[LogLine] = deque()
         """Lines that did not fit into the previous reply."""
@@ -49,6 +50,10 @@ class NodeLogReaders:
     """The readers of one node's logs, by number. A finished reader closes its files."""
 
     def __init__(self, folder: Path) -> None:
+        """Begin without readers.
+
+        :param folder: folder of the node's logs.
+        """
         self._folder = folder
         self._readers: dict[int, _Reader] = {}
 

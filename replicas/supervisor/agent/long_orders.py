@@ -32,6 +32,12 @@ class LongOrders:
     """
 
     def __init__(self, shims: Shims, state_dir: Path, tell: Callable[[wire.AgentMessage], None]) -> None:
+        """Keep the arguments; start no task yet.
+
+        :param shims: the shims of this node. :param state_dir: folder of the node's
+            logs.
+        :param tell: sends a message to the supervisor, without waiting.
+        """
         self._shims, self._state_dir, self._tell = shims, state_dir, tell
         self._logs = NodeLogReaders(state_dir / "logs")
         self._examining = asyncio.Lock()

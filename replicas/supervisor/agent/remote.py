@@ -39,6 +39,10 @@ class Invitation:
     """
 
     def __init__(self, text: str) -> None:
+        """Parse ``TOKEN@HOST:PORT``; connect nowhere.
+
+        :raises replicas.errors.UsageError: the text is not an invitation.
+        """
         token, at, endpoint = text.strip().rpartition("@")
         if not at:
             raise errors.UsageError("--join must be TOKEN@HOST:PORT", hint="`replicas token --join` prints it")

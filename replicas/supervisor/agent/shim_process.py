@@ -63,6 +63,15 @@ class ShimProcess:
     """
 
     def __init__(self, spec: PartSpec, changed: Callable[[], None], lock: int | None = None) -> None:
+        """Start the process of the shim, send it the spec, and watch it.
+
+        For the running loop.
+
+        :param changed: called on the loop after each change of :attr:`state` or
+            :attr:`stacks`.
+        :param lock: descriptor of a lock, which the shim keeps open while it lives.
+        :raises OSError: the process cannot be started, or the spec is too long.
+        """
         self.spec = spec
         self.stacks: dict[str, str] | None = None
         self._changed = changed

@@ -48,6 +48,14 @@ class Shims:
         lock: int | None = None,
         begin: Callable[[PartSpec, Callable[[], None], int | None], ShimProcess] = ShimProcess,
     ) -> None:
+        """Begin without shims; start none.
+
+        :param groups: the control groups of the run on this node.
+        :param state_dir: folder of the node's logs and of the token for its ranks.
+        :param lock: descriptor of a lock that shims keep held, if any.
+        :param begin: starts a shim, given its spec, a callback for changes, and
+            ``lock``; raises OSError.
+        """
         self.groups, self._state_dir, self._lock, self._begin = groups, state_dir, lock, begin
         self.changed: Callable[[], None] = lambda: None
         """Called when there are states or stacks to send."""

@@ -18,6 +18,7 @@ class TokenFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Store the path of the file; write nothing before :meth:`set_token`."""
         self.path = path
         self._token = self._written = ""
         self._problem = ""

@@ -40,6 +40,13 @@ class InventoryTimer:
     """
 
     def __init__(self, pids: Callable[[], Iterable[int]], now: float, tell: Callable[[Inventory], None]) -> None:
+        """Schedule the first inventory soon after ``now``; take none yet.
+
+        :param pids: returns the processes to look at.
+        :param now: time of the caller's steady clock, as in all methods.
+        :param tell: called, by the method that takes it, with each inventory that
+            differs from the previous one.
+        """
         self._pids, self._tell = pids, tell
         self.due = now + _FIRST_S
         """When :meth:`on_time` must be called."""

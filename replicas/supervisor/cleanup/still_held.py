@@ -35,6 +35,11 @@ class StartObstacles:
     """
 
     def __init__(self, emit: Callable[[Event], None], group: str, replica: int, generation: int) -> None:
+        """Begin without obstacles; look at nothing yet.
+
+        :param emit: called with a HeldUp event for each new obstacle of this
+            generation.
+        """
         self._emit = emit
         self._event = partial(HeldUp, group=group, replica=replica, generation=generation)
         self._known: set[tuple[int, str]] = set()

@@ -49,6 +49,10 @@ class TrackerGrace:
     """Spares Python's resource trackers for a moment."""
 
     def __init__(self) -> None:
+        """Begin with no process seen yet.
+
+        The first call of :meth:`spared` starts the time.
+        """
         self._until = 0.0
         self._last: float | None = None
 
@@ -82,6 +86,12 @@ class Sweep:
     """
 
     def __init__(self, *finders: Finder, groups: Iterable[Path] = (), known: Mapping[int, int] | None = None) -> None:
+        """Keep the arguments; kill nothing before :meth:`run` or :meth:`kill_once`.
+
+        :param finders: each returns the processes to be killed that it finds now.
+        :param groups: control groups whose processes are all to be killed.
+        :param known: start times by pid of processes that the shims last reported.
+        """
         self._finders = finders
         self._groups = list(groups)
         self._known = dict(known or {})

@@ -40,6 +40,10 @@ class PredecessorWaits:
     """
 
     def __init__(self, file: Leases) -> None:
+        """Begin with nothing to wait for; read and write nothing yet.
+
+        :param file: the leases on disk.
+        """
         self._file = file
         self._leases: dict[str, Lease] = {}
         """Leases that are not over, by the incarnation of the agent."""

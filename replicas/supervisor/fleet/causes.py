@@ -229,6 +229,7 @@ class WaitReports:
     """Lines about waits of more than :data:`WAIT_S`, each once, grouped by reason."""
 
     def __init__(self) -> None:
+        """Begin with no wait known or reported."""
         self._since: dict[tuple[str, str], float] = {}
 
     def due(self, waits: Mapping[str, str], now: float) -> list[str]:
@@ -251,6 +252,7 @@ class FailureReports:
     """Reports of failures; of lost lines once for each replica, place and reason."""
 
     def __init__(self) -> None:
+        """Begin with no loss reported."""
         self._said: set[tuple[str, int, str, str]] = set()
 
     def text(self, event: Event) -> str:

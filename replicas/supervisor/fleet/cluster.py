@@ -60,14 +60,15 @@ class Cluster:
     """The nodes of a run. For the event loop's thread only.
 
     :ivar members: the nodes by name.
-    :param is_own: returns True if this supervisor started, or took over, the agent of a
-        Hello that came through the run's own socket.
-    :param leaving: called with a node that is about to be taken away, and the reason.
     """
 
     def __init__(
         self, context: FleetContext, *, is_own: Callable[[Hello], bool], leaving: Callable[[str, str], None]
     ) -> None:
+        """Begin without nodes. ``is_own``: returns True if this supervisor started, or
+        took over, the agent of a Hello that came through the run's own socket.
+        ``leaving``: called with a node that is about to be taken away, and the
+        reason."""
         self._context, self._is_own, self._leaving = context, is_own, leaving
         self.members: dict[str, NodeEntry] = {}
         self._loop = asyncio.get_running_loop()
@@ -232,7 +233,7 @@ class Cluster:
 
     @staticmethod
     def _wait_for_lease(member: NodeEntry, handle: ShimHandle, *, since: float) -> None:
-        """Count a shim elsewhere as ending until its lease, from ``since``, is over."""
+        """Count the shim as ending until its agent's lease (from ``since``) is over."""
         member.elsewhere[handle.nonce] = handle
         handle.over_at = since + lost_after_s(member.life.lease_s)
         handle.lose(member.died)
@@ -306,7 +307,7 @@ class Cluster:
                 log.error("ignoring an unexpected message (%s) of the agent of node %s", type(message).__name__, node)
 
     def closed(self, node: str, link: AgentLink) -> None:
-        """Note the end of an agent's connection: its node is away, or has left."""
+        """Mark the node as away, or gone if released, unless it has another link."""
         member = self.members.get(node)
         if member is None or member.link is not link:
             return
@@ -449,13 +450,13 @@ class Cluster:
         return tuple(dict.fromkeys((*silent, *awaited)))
 
     def order_all_to_end(self) -> None:
-        """Order all agents to end their processes, and to exit."""
+        """Order all agents to end their processes, and to exit; do not wait."""
         self._over = True
         for member in self.members.values():
             member.send(wire.Over())
 
     async def closed_all(self, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` until all agents have disconnected."""
+        """Wait until all agents have disconnected, for ``timeout_s`` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 for link in [one.link for one in self.members.values() if one.link is not None]:

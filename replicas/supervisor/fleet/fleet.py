@@ -66,15 +66,13 @@ def _now() -> float:
 
 
 class Fleet:
-    """The groups of a run. Create it on the event loop.
-
-    :param saved: an earlier supervisor's state of its groups.
-    :param wall: the time of day, in seconds.
-    """
+    """The groups of a run. Create it on the event loop."""
 
     def __init__(
         self, context: FleetContext, *, saved: Mapping[str, SavedGroup] | None = None, wall: float = 0.0
     ) -> None:
+        """Make the groups, without replicas. ``saved``: their state under an earlier
+        supervisor. ``wall``: the time of day in seconds since 1970."""
         self._context = context
         now, known = _now(), saved or {}
         self.groups = {
@@ -99,10 +97,8 @@ class Fleet:
     # ------------------------------------------------------------ start
 
     def start(self, adopted: Adopted | None = None) -> None:
-        """Start the monitor and the tasks of all replicas. Does not wait.
-
-        :param adopted: generations that continue; None without agents that continue.
-        """
+        """Start the monitor and the tasks of all replicas; do not wait. ``adopted``:
+        generations that continue; None if no agents continue."""
         for name, group in self.groups.items():
             self.resize(name)
             self._fill(group, adopted)
@@ -233,6 +229,7 @@ class Fleet:
         chosen = list(groups)
 
         def settled() -> bool:
+            """Return True if all are ready; WorldError if that can no longer be."""
             lost = next((one for one in chosen if not one.good and one.hopeless), None)
             if lost is not None and lost.failed is not None:
                 raise errors.WorldError(f"replica {lost.failed.name} failed: {lost.failed.life.reason}")
@@ -379,6 +376,7 @@ class Fleet:
         ended = asyncio.Event()
 
         async def finish() -> None:
+            """Wait and remove them; then set the event, also after an error."""
             try:
                 await self._await_end(group, leaving, reason)
             finally:
@@ -434,6 +432,7 @@ class Fleet:
             replica.restart()
 
         def begun(one: Replica, generation: int) -> bool:
+            """Return True if ``one`` has a newer generation, or is stopped or done."""
             return one.life.generation > generation or one.over.is_set() or one.resting
 
         await self.until(lambda: self.over.is_set() or all(begun(*one) for one in before))
@@ -450,6 +449,7 @@ class Fleet:
         rested = {replica.index for replica in chosen if replica.unwanted}
 
         def due() -> list[int]:
+            """Return the indices that may restart now; WorldError ends the roll."""
             aside = {index for index, one in group.replicas.items() if one.unwanted and index not in todo}
             states = {index: state for index, state in group.states.items() if index not in aside}
             todo[:] = [index for index in todo if index in states]

@@ -37,6 +37,10 @@ class Generation:
     """
 
     def __init__(self, context: FleetContext, changed: Callable[[], None]) -> None:
+        """Begin without parts; start nothing.
+
+        :param changed: called on the loop when the state of a part has arrived.
+        """
         self.parts: list[ShimHandle] = []
         self._records: list[ShimRecord] = []
         self._specs: list[PartSpec] = []
@@ -199,9 +203,11 @@ class Generation:
             part.stop(timeout_s, stacks=stacks)
 
     def be_gone_within(self, seconds: float) -> None:
-        """Kill shims that are not gone after ``seconds``; an earlier limit stays.
+        """Have shims killed that are not gone after ``seconds``.
 
-        :meth:`kill_late_shims` does that.
+        An earlier limit stays.
+
+        Kills none here: :meth:`kill_late_shims` does that when it is due.
         """
         deadline = self._loop.time() + seconds
         if deadline < self._gone_by:
@@ -218,6 +224,7 @@ class Generation:
         """The text after "waits" while its processes end, or "" if it is not ending.
 
         An example: ``for the old processes to end; any left at 12:00:00 get SIGKILL``.
+        The time is local.
         """
         clock = time.strftime("%H:%M:%S", time.localtime(self._kill_time))
         return (

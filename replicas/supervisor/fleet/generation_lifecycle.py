@@ -92,6 +92,11 @@ class GenerationLifecycle:
     """
 
     def __init__(self, owner: GenerationOwner, context: FleetContext, before: Sequence[ShimHandle] = ()) -> None:
+        """Begin in the table's first state; start no process before :meth:`run`.
+
+        :param owner: the replica.
+        :param before: parts of the previous generation, which may still hold resources.
+        """
         self.generation = Generation(context, owner.wake)
         self.hold_ups = StartObstacles(context.emit, owner.life.group, owner.life.replica, owner.life.generation)
         self.health = Health()

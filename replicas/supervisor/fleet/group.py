@@ -27,6 +27,12 @@ class Group:
     def __init__(
         self, config: GroupConfig, *, saved: SavedGroup | None = None, now: float = 0.0, wall: float = 0.0
     ) -> None:
+        """Begin without replicas, with the size of the config or of the saved state.
+
+        :param saved: an earlier supervisor's state of the group.
+        :param now: seconds of the loop's clock. :param wall: seconds since 1970. Both
+            serve to restore the times of saved restarts.
+        """
         self.config = config
         self.size = self.configured = config.replicas
         """The wanted size, and the number in the config when it was set last.

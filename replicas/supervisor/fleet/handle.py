@@ -34,6 +34,11 @@ class AgentLink:
     """
 
     def __init__(self, connection: WebSocket, refused: Callable[[str], None]) -> None:
+        """Keep the connection, which the caller has opened and closes.
+
+        :param refused: called with the reason when a message ends the connection,
+            because too much is unread.
+        """
         self._connection, self._refused = connection, refused
         self.over = asyncio.Event()
 
@@ -54,7 +59,7 @@ class AgentLink:
         self._connection.write((data,))
 
     def close(self) -> None:
-        """Set ``over``, at which the route closes the connection."""
+        """Set ``over``, at which the route that serves the connection closes it."""
         self.over.set()
 
 
@@ -66,6 +71,11 @@ class NodeEntry:
     """
 
     def __init__(self, hello: Hello, *, local: bool, now: float) -> None:
+        """Begin without shims, and without a connection to the agent.
+
+        :param hello: the agent's, or what was saved of it. :param local: it is the
+            supervisor's own machine, whose agent has no lease. :param now: loop time.
+        """
         self.hello = hello
         self.life = NodeLife(now, leased=not local)
         self.link: AgentLink | None = None
@@ -131,6 +141,13 @@ class ShimHandle:
     def __init__(
         self, nonce: str, node: NodeEntry, changed: Callable[[], None] = lambda: None, *, start: Start | None = None
     ) -> None:
+        """Make the proxy; send no order.
+
+        :param nonce: the shim's mark, its random id.
+        :param changed: called on the loop after each change of its state.
+        :param start: the order to start it, which the caller sends; None if an earlier
+            supervisor gave it.
+        """
         self.nonce, self.node, self.local = nonce, node.name, node.local
         self.unheard_s, self._send = node.unheard_s, node.send
         self.start = start

@@ -51,6 +51,14 @@ class LocalAgent:
     """
 
     def __init__(self, node: str, cluster: Cluster, arguments: Sequence[str], *, keep: tuple[int, ...] = ()) -> None:
+        """Keep the arguments; start no process before :meth:`start`.
+
+        :param node: name of this machine's node.
+        :param cluster: the nodes, which tell when the agent was heard.
+        :param arguments: of the agent's command line.
+        :param keep: descriptors that each agent process inherits; they stay the
+            caller's, who must keep them open.
+        """
         self._node, self._cluster, self._arguments, self._keep = node, cluster, tuple(arguments), keep
         self._loop = asyncio.get_running_loop()
         self._life = ChildLife(AGAIN, steady_s=_STEADY_S)

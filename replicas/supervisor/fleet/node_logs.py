@@ -25,6 +25,10 @@ class _NodeReader:
     """A :class:`~replicas.control.log_files.LogReader` of another machine's logs."""
 
     def __init__(self, cluster: Cluster, node: str, selection: Selection) -> None:
+        """Keep the arguments.
+
+        The first :meth:`poll` asks the agent to open the files.
+        """
         self._cluster, self._node, self._selection = cluster, node, selection
         self._number = next(_numbers)
         self._seen: set[tuple[str, int]] = set()
@@ -87,6 +91,14 @@ class NodesReader:
     def __init__(
         self, folder: Path, cluster: Cluster, selection: Selection, newest: Callable[[], Mapping[str, int]]
     ) -> None:
+        """Make a reader for this machine and one for each other node that is up.
+
+        Read nothing.
+
+        :param folder: the logs of this machine. :param selection: which lines to read.
+        :param newest: returns the present generation of each replica, by name. Older
+            ones are left out unless one is selected.
+        """
         self._older = selection.generation is not None
         self._newest = newest
         self._readers: list[LogReader] = [FolderReader(folder, selection)]

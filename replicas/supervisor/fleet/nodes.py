@@ -68,6 +68,11 @@ class Nodes:
     """
 
     def __init__(self, context: FleetContext, fleet: Callable[[], Fleet]) -> None:
+        """Keep the arguments; ``async with`` starts the agent and finds the nodes.
+
+        :param fleet: returns the groups of the run, or raises UsageError during the
+            start.
+        """
         self._context, self._fleet = context, fleet
         self._cluster: Cluster | None = None
         self._local: LocalAgent | None = None

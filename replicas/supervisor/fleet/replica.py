@@ -38,15 +38,16 @@ REQUESTED = Cause("requested", "restart requested")
 
 
 class Replica:
-    """One replica of a group. Create it on the event loop.
-
-    :param group: the group's config; a reload may replace it.
-    :param restarts: the group's restart rules, shared by its replicas.
-    """
+    """One replica of a group. Create it on the event loop."""
 
     def __init__(
         self, context: FleetContext, group: GroupConfig, index: int, fleet: Neighbours, restarts: Restarts
     ) -> None:
+        """Begin in the state "pending"; start nothing before :meth:`run`.
+
+        ``group``: its config. ``fleet``: tells about other replicas. ``restarts``:
+        rules, shared by the group.
+        """
         self.group = group
         self.index = index
         self._now = asyncio.get_running_loop().time
@@ -179,7 +180,7 @@ class Replica:
             self._request("fail", None, Cause("group", reason))
 
     def _request(self, request: Request, hurry_s: float | None, cause: Cause | None, why: str = "") -> None:
-        """Note a request for ``why`` or ``cause``; end the processes if it says so."""
+        """Record a request and its reason; order the processes to end if they must."""
         if self._ask(request, cause) and not self.life.settled:
             event = ReplicaEvent.GROUP_FAILED if request == "fail" else ReplicaEvent.STOP
             self._apply(event, reason=cause.text if cause is not None else why)
@@ -291,7 +292,7 @@ class Replica:
             self._end_silent(Cause("heartbeat_timeout", text), rank // self.group.nproc_per_node)
 
     def _end_silent(self, cause: Cause, part: int | None = None) -> None:
-        """End it for ``cause``, or for the silence of its node (``part``, or any)."""
+        """Stop it for ``cause``, or for a silent node (of ``part`` if one is given)."""
         for one in self._generation.parts if part is None else self._generation.parts[part : part + 1]:
             if one.unheard_s() > UNHEARD_S:
                 cause = Cause("node", f"no message from the agent of node {one.node}")

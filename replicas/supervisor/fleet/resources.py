@@ -38,6 +38,7 @@ class Resources:
     """
 
     def __init__(self, local: str = "local") -> None:
+        """Begin with an empty offer of this machine, under its node name ``local``."""
         self.local = local
         self.machine = Machine()
         """This machine."""

@@ -33,6 +33,7 @@ class Folder:
     """Folding state of one stream. Each input starts at the first unused byte."""
 
     def __init__(self) -> None:
+        """Begin without a kept line or bar."""
         self._frame = b""
         self._frame_at = float("-inf")
         self._bar = b""

@@ -23,6 +23,11 @@ class RotatedFile:
     """A rotated file with ``keep`` older parts. This object must be its only writer."""
 
     def __init__(self, path: Path, max_nbytes: int, keep: int) -> None:
+        """Keep the arguments; open nothing before :meth:`append`.
+
+        :param max_nbytes: size at which the file is full. :param keep: number of older
+            parts.
+        """
         self.path = path
         self._max_nbytes = max_nbytes
         self._keep = keep
@@ -106,6 +111,7 @@ class RotatedFile:
             index.write(f"\n{size} {now:.3f}".encode())  # the line break first: it also ends a torn line
 
     def close(self) -> None:
+        """Close the file; a later append opens it again."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # on NFS, of earlier writes: it is closed anyway
                 os.close(self._file)

@@ -111,6 +111,12 @@ class LogSource:
     def __init__(
         self, name: str, pipes: tuple[int, ...], writers: tuple[int, ...] = (), *, shown: bool = False
     ) -> None:
+        """Map the shared memory, for a shim to inherit to its pumps; read nothing.
+
+        :param name: name of the file, without ``.log``; empty for ``rank-<r>``.
+        :param pipes: the ends to read from. :param writers: the ends to write to.
+        :param shown: True for the log of a rank.
+        """
         self.name = name
         self.pipes = pipes
         self.writers = writers
@@ -125,6 +131,7 @@ class LogSource:
 
     @reads.setter
     def reads(self, count: int) -> None:
+        """Set the number of reads; for the pump only."""
         self._numbers[0] = count
 
     @property
@@ -134,6 +141,7 @@ class LogSource:
 
     @rank.setter
     def rank(self, rank: int) -> None:
+        """Set the log's rank, once its guard has reported it; for the pump only."""
         self._numbers[1] = 1 + rank
 
     @property
@@ -153,12 +161,15 @@ class LogSource:
 
 
 class OutputLog:
-    """One log of a replica.
-
-    :param replaces: True if this pump replaces a killed one.
-    """
+    """One log of a replica."""
 
     def __init__(self, source: LogSource, folder: Path, max_nbytes: int, keep: int, *, replaces: bool = False) -> None:
+        """Create the log's file if its name is known; read nothing yet.
+
+        :param folder: of the file. :param max_nbytes: size at which it is rotated.
+        :param keep: number of older parts. :param replaces: True if this pump replaces
+            a killed one, which the log then notes.
+        """
         self.source = source
         self.trouble = ""
         """Why lines are being dropped; empty if they are not."""
@@ -254,6 +265,7 @@ class OutputLog:
         return lines
 
     def close(self) -> None:
+        """Close the file of the log, if one is open; the pipes stay open."""
         if self._file is not None:
             self._file.close()
 
@@ -299,14 +311,18 @@ class OutputLog:
 
 
 class Pump:
-    """The pump's loop. ``run`` returns when all streams have ended.
-
-    :param control: socket to the shim: ``drain``, answered with ``drained``, and
-        ``dropped``.
-    :param tee: descriptor of the terminal; None if lines are not shown there.
-    """
+    """The pump's loop. ``run`` returns when all streams have ended."""
 
     def __init__(self, logs: list[OutputLog], control: socket.socket, tee: int | None, replica: str) -> None:
+        """Register the pipes and the socket with a selector.
+
+        Read nothing before :meth:`run`.
+
+        :param control: socket to the shim: ``drain``, answered with ``drained``, and
+            ``dropped``.
+        :param tee: descriptor of the terminal; None if lines are not shown there.
+        :param replica: name of the replica, which lines on the terminal begin with.
+        """
         self._logs = logs
         self._selector = selectors.EpollSelector()
         self._selector.register(control, selectors.EVENT_READ, None)

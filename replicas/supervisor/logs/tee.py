@@ -34,6 +34,12 @@ class Tee:
     """
 
     def __init__(self, descriptor: int, name: str) -> None:
+        """Open the output again, to write to it without waiting; write nothing.
+
+        :param descriptor: the supervisor's stderr, which stays open.
+        :param name: of the replica, which all lines begin with.
+        :raises OSError: its reader is gone.
+        """
         self._name = name
         self._blocks: deque[bytes] = deque()
         self._queued = 0
@@ -54,6 +60,7 @@ class Tee:
             self._file = os.open(f"/proc/self/fd/{descriptor}", flags)
 
     def fileno(self) -> int:
+        """Return the descriptor to which lines are written, for a selector."""
         return self._file
 
     @property

@@ -69,6 +69,10 @@ class _PidWatch:
     """Wakes a loop at the ends of processes that need not be children of this one."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
+        """Begin with no process watched.
+
+        :param selector: the loop's, in which pidfds are registered.
+        """
         self._selector = selector
         self._watched: dict[int, int] = {}
         """The pidfds, by pid."""
@@ -103,6 +107,11 @@ class DeathWatch(_PidWatch):
     """Records the ends of those processes in ``pids()`` that are below this one."""
 
     def __init__(self, selector: selectors.BaseSelector, pids: Callable[[], Iterable[int]]) -> None:
+        """Begin with no process watched.
+
+        :param selector: the loop's. :param pids: returns the processes that may be
+            watched.
+        """
         super().__init__(selector)
         self._pids = pids
         self._names: dict[int, str] = {}
@@ -192,6 +201,7 @@ class StoppedWatch:
     """Detects a torchrun that is stopped (SIGSTOP) while a child of it is dead."""
 
     def __init__(self, pid: int) -> None:
+        """Watch torchrun's process ``pid``; look at nothing before :meth:`is_stuck`."""
         self._pid = pid
         self._blind = Patience(0.0, _LOOK_INTERVAL_S)
         self.due = math.inf

@@ -69,6 +69,15 @@ class StackDump:
     """
 
     def __init__(self, root: int, log_dir: Path, ranks: Mapping[int, int], now: float) -> None:
+        """Signal the ranks that have joined a channel to write their stacks.
+
+        Do not wait.
+
+        :param root: pid of the process below which the ranks must be.
+        :param log_dir: folder of the logs, which has the files for the stacks.
+        :param ranks: rank by pid, from :func:`ranks_below`.
+        :param now: time of a steady clock, from which the ranks' time to answer counts.
+        """
         self._found: list[Stack] = []
         self._sizes: dict[int, tuple[int, float]] = {}
         self._asked: dict[int, Asked] = {}
@@ -121,6 +130,10 @@ class Stacks:
     """The shim's stack dumps, one at a time: to the ranks' logs, and to the agent."""
 
     def __init__(self, spec: PartSpec, pipes: LogPipes, agent: MessageSocket) -> None:
+        """Begin without a dump; signal nothing.
+
+        :param pipes: of the ranks' logs. :param agent: the connection to the agent.
+        """
         self._spec, self._pipes, self._agent = spec, pipes, agent
         self._dump: StackDump | None = None
         self._then: Callable[[], None] | None = None

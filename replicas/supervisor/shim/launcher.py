@@ -115,6 +115,10 @@ class _Rendezvous(RendezvousHandler):
     """
 
     def __init__(self, spec: PartSpec, store: TCPStore) -> None:
+        """Keep the spec and the workers' store; wait for no node yet.
+
+        :param store: the store of the workers, over which nodes find each other, too.
+        """
         self._spec = spec
         self._bootstrap = RendezvousStoreInfo(store.host, store.port)
         # a single node waits for no other
@@ -168,6 +172,7 @@ class _Agent(LocalElasticAgent):
     """torchrun's agent, which the end of a worker wakes immediately."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Make torch's agent with the same arguments; start no worker."""
         super().__init__(*arguments, **named)
         self._worker_group.spec.monitor_interval = _INSTANT_S  # _monitor_workers waits instead
         self._watched: PContext | None = None

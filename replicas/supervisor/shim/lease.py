@@ -24,6 +24,12 @@ class ShimLease:
     """
 
     def __init__(self, now: float, until: float = 0.0, patience_s: float = 0.0) -> None:
+        """Begin as if a ping with these limits had just arrived.
+
+        :param now: time of the monotonic clock, as all times here.
+        :param until: end of the lease; 0 for no lease.
+        :param patience_s: longest time without a ping, in seconds; 0 for no limit.
+        """
         self.pinged(now, until, patience_s)
 
     def pinged(self, now: float, until: float = 0.0, patience_s: float = 0.0) -> None:

@@ -30,6 +30,10 @@ class LogPipes:
     """
 
     def __init__(self, spec: PartSpec) -> None:
+        """Make the pipes for stdout and stderr of each local rank, and for torchrun.
+
+        They stay open until :meth:`close`.
+        """
         self.sources: dict[str, LogSource] = {}
         self.flush_at = math.inf
         self._words: deque[tuple[str, bytes]] = deque()

@@ -33,6 +33,11 @@ class PartProcesses:
     """
 
     def __init__(self, spec: PartSpec, selector: selectors.BaseSelector, pump: Callable[[], int]) -> None:
+        """Keep what identifies the part's processes; look at none yet.
+
+        :param selector: the loop's, to be woken by the ends of processes.
+        :param pump: returns the pid of the log pump, or 0.
+        """
         self._nonce, self._pump = spec.nonce, pump
         self._cgroup = Path(spec.cgroup) if spec.cgroup else None
         self._others = EndWatch(selector)

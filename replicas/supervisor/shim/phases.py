@@ -61,6 +61,7 @@ class Phases(StateMachine[Phase, Input, Action]):
     """The phase of one shim, ``now``, and the time of its next SIGKILL."""
 
     def __init__(self) -> None:
+        """Begin in the first phase, with no SIGKILL due."""
         super().__init__(PHASES, ACTIONS)
         self.kill_at = math.inf
         self._killing_since: float | None = None

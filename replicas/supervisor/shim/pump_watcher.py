@@ -50,6 +50,13 @@ class PumpWatcher:
     def __init__(
         self, spec: PartSpec, selector: selectors.BaseSelector, tee: int | None, dropped: Callable[[LogLoss], None]
     ) -> None:
+        """Make the pipes of the logs; start no pump before :meth:`start`.
+
+        :param selector: the shim's loop, in which the pump's messages are registered.
+        :param tee: descriptor of the supervisor's stderr; None to show no lines there.
+        :param dropped: called by the shim's loop with lines that a log or the terminal
+            lost.
+        """
         self._spec = spec
         self._selector = selector
         self._tee = tee

@@ -74,6 +74,7 @@ class Leases:
     """
 
     def __init__(self, path: Path) -> None:
+        """Store the path of the file; read it in :meth:`load`."""
         self.path = path
         self.found = False
         """True if the file exists and was read."""

@@ -47,6 +47,7 @@ class LockedFolder:
     elsewhere: ClassVar[str]
 
     def __init__(self, path: Path) -> None:
+        """Store the path; make and lock nothing."""
         self.path = path
         self.given_up = threading.Event()
         """Setting it ends the wait for the lock with a WorldError."""

@@ -209,6 +209,7 @@ class RunState:
     """``<state_dir>/state.json``, for the supervisor that holds the run's lock."""
 
     def __init__(self, path: Path) -> None:
+        """Store the path of the file; read and write nothing."""
         self.path = path
         self.set_aside: tuple[Path, str] | None = None
         """New path of an unusable file that :meth:`load` has moved, and the reason."""

@@ -71,6 +71,13 @@ class StateDir(LockedFolder):
     elsewhere = "set run.state_dir in the config"
 
     def __init__(self, path: Path, run: str, *, longest_lease_s: float = 0.0) -> None:
+        """Store the paths in the folder.
+
+        Make, read and lock nothing before :meth:`acquire`.
+
+        :param run: name of the run.
+        :param longest_lease_s: the config's longest lease, in seconds; 0 for no leases.
+        """
         super().__init__(path)
         self.run = run
         self.logs = path / "logs"

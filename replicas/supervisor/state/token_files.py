@@ -32,6 +32,7 @@ class TokenFiles:
     """The tokens of one state folder, for the process that has its lock."""
 
     def __init__(self, folder: Path) -> None:
+        """Store the paths of the files in ``folder``; read and write nothing."""
         self._path = folder / "tokens.json"
         self._files: dict[Role, Path] = {"member": folder / "token", "operator": folder / OPERATOR_FILE}
         self._given: dict[Role, tuple[Path, JoinToken]] = {}

@@ -50,6 +50,10 @@ class OtherOrders(Exception):
     """The supervisor runs another release, whose orders differ."""
 
     def __init__(self, release: str, error: Exception) -> None:
+        """Make the exception, with a text that asks to restart the supervisor.
+
+        :param release: of the supervisor. :param error: why its spec cannot be read.
+        """
         super().__init__(
             f"the code of replicas was replaced under the running supervisor, which is of release {release}, by code of "
             f"release {__version__}: restart the supervisor ({type(error).__name__}: {error})"
@@ -62,7 +66,9 @@ class Malformed(ValueError):
 
 @contextlib.contextmanager
 def reading(kind: str) -> Iterator[None]:
-    """Turn errors of the block, for missing or wrong fields, into Malformed.
+    """Context manager: turn errors of the block into Malformed.
+
+    They are those that missing or wrong fields cause.
 
     :param kind: of the message that is read, for the error.
     """
@@ -331,6 +337,16 @@ class MessageSocket:
         unwatch: Callable[[socket.socket], object],
         report: Callable[[str], None] | None = None,
     ) -> None:
+        """Take over an open connection.
+
+        The owner's loop calls :meth:`read` when data comes.
+
+        :param peer: whose messages these are, for reports.
+        :param take: called by :meth:`read` with each message; may raise Malformed.
+        :param unwatch: removes the socket from the owner's loop; called before its end.
+        :param report: called with a line about a message that is malformed or not sent;
+            default: the line goes to stderr.
+        """
         self._socket: socket.socket | None = connection
         self._peer, self._take, self._unwatch, self._report = peer, take, unwatch, report or note
 

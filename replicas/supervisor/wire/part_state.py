@@ -154,6 +154,10 @@ class StateSender:
     """
 
     def __init__(self, agent: MessageSocket, spec: PartSpec) -> None:
+        """Begin with the state of a part of which no process has started; send nothing.
+
+        :param agent: the connection to the agent.
+        """
         self._agent = agent
         self.state = first_state(spec, os.getpid())._replace(release=__version__)
         self._told = False
