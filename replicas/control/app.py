@@ -190,7 +190,8 @@ def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
 
 
 def _text(text: str, code: int) -> Response:
-    """Return a response of plain text with this HTTP status, not to be cached."""
+    """Return a response of plain text with the HTTP status ``code``, not to be
+    cached."""
     return PlainTextResponse(text, code, headers=NO_STORE)
 
 

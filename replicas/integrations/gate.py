@@ -268,9 +268,11 @@ class Gate:
             await _refuse(scope, send, 503, SHUT)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on to the server if a version with which it may answer now is
-        the one that the request's header demands, and add the version to the answer's
-        headers; else send an error."""
+        """Pass a request on to the server, or answer it with an error.
+
+        It is passed on unless no version with which the server may answer now meets the
+        demand in the request's header. The version is added to the answer's headers.
+        """
         given = next((value for name, value in scope["headers"] if name == VERSION_HEADER.encode()), None)
         try:
             demand = None if given is None else demand_of(given.decode("latin-1"), self._page.labels)

@@ -173,11 +173,13 @@ class HttpEngine(Engine):
         timeout_s: float,
         serving: bool = False,
     ) -> Any:
-        """Send one control request by POST; wait, and return the decoded answer: JSON,
-        or text.
+        """Send one control request by POST.
 
+        Wait, and return the decoded answer: JSON, or text.
+
+        :param body: sent as JSON. :param query: parameters to append to the path.
         :param timeout_s: seconds for which the engine may be idle before it answers;
-            one at work gets :meth:`longest_s`.
+            one at work gets :meth:`longest_s`. Then the server is given up.
         :param serving: whether the engine answers other requests meanwhile; False: the
             health watch expects no answers from it.
         :raises RequestRefused: the server answered with an error.

@@ -221,9 +221,14 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
         base_url: str
 
         def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-            """Publish ``first``, if there is one, and run TRL's own check; then wait
-            for a server: a router is healthy before it has one. Raise ConnectionError
-            if none is ready in time."""
+            """Publish ``first``, if there is one, and run TRL's own check.
+
+            Then wait for a server: a router is healthy before it has one.
+
+            :param total_timeout: seconds for all of it. :param retry_interval: between
+                two tries, in seconds.
+            :raises ConnectionError: no server is ready in time.
+            """
             until = time.monotonic() + total_timeout
             if first is not None:
                 sync.publish(hf(first), dtype=dtype)
@@ -234,7 +239,7 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
                 time.sleep(retry_interval)
 
         def _has_server(self) -> bool:
-            """Ask the URL; return True if a server is ready there."""
+            """Request the server's list of models; return True if the answer is 200."""
             try:
                 return bool(self.session.get(f"{self.base_url}/v1/models").status_code == 200)
             except OSError:  # raised by requests

@@ -206,10 +206,10 @@ class RunCgroups:
     ) -> Path:
         """Create and return a node's group for one generation (one start) of a replica.
 
-        The limits hold for the whole generation: for all its nodes' groups together.
-
         :param name: of the generation, as ``GROUP.REPLICA.GENERATION``.
         :param node: the node's number within the generation.
+        :param memory_nbytes: limit of the whole generation, for all its nodes' groups
+            together; None: no limit. :param max_processes: likewise, counting threads.
         :raises OSError: the group exists, or it or a limit cannot be made.
         """
         if self.path is None:

@@ -181,9 +181,7 @@ class HelperProcess:
         self._kill_and_fail(reason)
 
     async def wait_dead(self, timeout_s: float = 5.0) -> bool:
-        """Wait until the process has ended, and so has freed its memory.
-
-        Do not kill it.
+        """Wait until the process has ended, and so has freed its memory; kill nothing.
 
         Return True if it has ended, False after ``timeout_s``.
         """
@@ -405,7 +403,7 @@ class _Memories:
     def buffer_closed(self, key: int) -> None:
         """Have the helper unmap memory ``key``, which was closed here.
 
-        For any thread.
+        Called on any thread, by the memory; the message is sent on the loop.
         """
         with contextlib.suppress(RuntimeError):  # the loop is closed, so the helper has ended
             self._helper._loop.call_soon_threadsafe(self._unmap, key)

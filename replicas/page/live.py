@@ -74,18 +74,25 @@ class Places:
         self._taken: dict[Callable[[], None], tuple[bool, str]] = {}
 
     def full(self, address: str, trusted: bool) -> bool:
-        """Return True if all places are taken, and this newcomer may replace no viewer.
+        """Return True if all places are taken, and a newcomer may replace no viewer.
 
-        :param trusted: whether the newcomer has shown the token.
+        :param address: the newcomer's IP address. :param trusted: whether the newcomer
+            has shown the token.
         """
         return len(self._taken) >= VIEWERS and self._loser(address, trusted) is None
 
     @contextmanager
     def take(self, address: str, trusted: bool, end: Callable[[], None]) -> Iterator[None]:
-        """Context manager: take one of the places, from another viewer if all are
-        taken.
+        """Context manager: hold one of the places in the block.
 
-        :param end: called if a later newcomer takes this place: it must end the viewer.
+        If all are taken, another viewer loses one.
+
+        Call it only unless :meth:`full`.
+
+        :param address: the viewer's IP address. :param trusted: whether the viewer has
+            shown the token.
+        :param end: called, on the loop, if a later newcomer takes this place: it must
+            end the viewer's stream.
         """
         if len(self._taken) >= VIEWERS and (loser := self._loser(address, trusted)) is not None:
             del self._taken[loser]
@@ -97,8 +104,10 @@ class Places:
             self._taken.pop(end, None)
 
     def _loser(self, address: str, trusted: bool) -> Callable[[], None] | None:
-        """Return the ``end`` with which the viewer came that a newcomer replaces, or
-        None if the newcomer may replace none.
+        """Return which viewer a newcomer replaces, or None if it may replace none.
+
+        The result is the ``end`` that was given to :meth:`take` for that viewer; it is
+        not called here.
 
         :param address: the newcomer's. :param trusted: whether it has shown the token.
         """

@@ -70,8 +70,8 @@ def read_header(fd: int) -> Header:
 
 
 def decode_texts(metadata: Mapping[str, str], key: str) -> dict[str, str]:
-    """Decode a JSON object of texts in the metadata of a header; empty if it is
-    missing."""
+    """Decode a JSON object of texts, which is the value of ``key`` in a header's
+    metadata; return an empty dict if it is missing."""
     return _TEXTS.decode(metadata.get(key, "null")) or {}
 
 

@@ -99,8 +99,11 @@ class EventLog:
             self.seq = record.seq
 
     def emit(self, event: Event) -> Record:
-        """Number, count, write and pass on one event, even if the disk is full; return
-        its record."""
+        """Number, count, write and pass on one event; return its record.
+
+        If it cannot be written (a full disk), that is logged, and a later event reports
+        how many are missing in the file; followers still get it.
+        """
         if self.tally.events_untold:  # the next written line says how many events are missing
             lost = EventsLost(count=self.tally.events_untold, reason=self._problem)
             record, line = self._next(lost)
@@ -198,7 +201,11 @@ class EventLog:
             self._failed(error)
 
     def _write(self, line: bytes) -> bool:
-        """Write a line; return False if that failed, True also without a file."""
+        """Write a line to the file, which is opened if need be.
+
+        Return False if that failed, which is logged; True also if there is no path, or
+        the log is closed.
+        """
         if self.path is None or self._closed:
             return True
         try:

@@ -184,7 +184,10 @@ class Tally(msgspec.Struct):
 
     def _moved(self, step: Transition, at: float) -> None:
         """Count a change of a replica's state: readiness, restarts, and times of starts
-        and recoveries."""
+        and recoveries.
+
+        :param at: time of the event, in seconds since 1970.
+        """
         (self.ready.add if step.after == "ready" else self.ready.discard)(f"{step.group}/{step.replica}")
         for channel in self.serving:
             self._mix(channel, at)
@@ -197,7 +200,7 @@ class Tally(msgspec.Struct):
 
     def _mix(self, channel: str, at: float) -> None:
         """Update ``mixed``: since when ready replicas have served different versions of
-        the channel."""
+        the channel. ``at``: time of the event, in seconds since 1970."""
         if len(self.served(channel)) > 1:
             self.mixed.setdefault(channel, at)
         else:
@@ -307,17 +310,23 @@ class CounterDeltas:
     """Turns counters into growth, reported at most every ``interval_s``."""
 
     def __init__(self, interval_s: float = 0.0) -> None:
-        """Begin with all counters at 0; report at most every ``interval_s``."""
+        """Begin with all counters at 0.
+
+        :param interval_s: least time between two reports of :meth:`since`; 0: none.
+        """
         self._known: Counts = {}
         self._interval_s = interval_s
         self._due = 0.0
 
     def since(self, counts: Mapping[str, int], now: float | None = None) -> list[tuple[str, int]]:
-        """Return (name, growth since the last report) of each counter that has grown;
-        this is the next report.
+        """Return (name, growth since the last report) of each counter that has grown.
 
-        :param now: seconds of any one clock; the result is empty if the interval is not
-            over. None: report immediately.
+        This is then the last report. The list is empty if ``interval_s`` is not over
+        yet.
+
+        :param counts: the counters' present values.
+        :param now: the present time, in seconds of any steady clock. None: report
+            immediately.
         """
         if now is not None and now < self._due:
             return []

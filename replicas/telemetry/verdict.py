@@ -145,8 +145,10 @@ def _common_trouble(
     """Yield a sentence for each reason for which replicas have the same trouble, or
     only one sentence for more than three reasons.
 
-    :param found: (replica, seconds for which the trouble has lasted).
+    :param found: (replica, seconds for which the trouble has lasted). :param level: how
+        bad it is.
     :param one, many: the sentence's predicate for one and for several replicas.
+    :param now: the present time, in seconds since 1970.
     """
     alike: dict[str, list[tuple[ReplicaStatus, float]]] = {}
     for replica, age_s in found:

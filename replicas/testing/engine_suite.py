@@ -208,9 +208,10 @@ class _Stage:
 def play(scene: str, trial: Trial) -> None:
     """Run one of :data:`SCENES`, by its name, with the trial's server.
 
-    A fast engine takes less than a second.
+    Blocks, for less than a second with a fast engine.
 
-    :raises AssertionError: the engine does not do what it should.
+    :raises AssertionError: the engine does not do what it should, or a wait has taken
+        longer than the trial's limit.
     """
     # as many slots as a channel needs whose engine may hang in a load
     with FakeRun({"policy": {"sources": ["trainer"], "targets": ["rollout"], "slots": 3}}) as run:

@@ -225,7 +225,9 @@ _KNOWN_MOST = 4
 
 
 def places_of(manifest: Manifest, again: tuple[str, ...] = ()) -> Places:
-    """Return where an image's tensors are; the last four results are cached.
+    """Return where the tensors of an image with this manifest are, in its data section.
+
+    The last four results are cached.
 
     :param again: names of tensors to list a second time, for further copies.
     """

@@ -253,6 +253,7 @@ def _plain(
     :param targets: the model's values by name.
     :param served: name of the version's tensor that each target gets, by the target's
         name.
+    :param image: all bytes of the version. :param manifest: their layout.
     :raises ManifestMismatch: a target does not fit its tensor.
     """
     if not image.is_cpu or not streaming.available:

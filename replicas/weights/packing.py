@@ -359,7 +359,10 @@ class Packer:
     def _walk(
         self, feed: Feed, manifest: PartManifest, slot: Slot, options: CopyOptions, progress: Progress | None
     ) -> Packing:
-        """Walk the feed; copy each tensor into the slot before taking the next."""
+        """Walk the feed; copy each tensor into the slot before taking the next.
+
+        The arguments are those of :meth:`pack`; ``options``: how a device copies.
+        """
         if self._places is None or self._places[0].hash != manifest.hash:
             self._places = manifest, Places(manifest)
         places = self._places[1]

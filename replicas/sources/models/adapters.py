@@ -254,7 +254,8 @@ def _check_adapter(peft_model: Any, adapter: str, found: Mapping[str, Any]) -> N
 
 
 def _trained(peft_model: Any, adapter: str) -> set[int]:
-    """Return the ids of the tensors that PEFT trains for an adapter in its layers."""
+    """Return the ids of the tensors that PEFT trains for an adapter, named ``adapter``,
+    in the model's layers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: list[Any] = [one for one in peft_model.modules() if isinstance(one, BaseTunerLayer)]

@@ -368,8 +368,8 @@ class Copier:
             self.filled(step.start, step.end)
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int, name: str = "") -> None:
-        """Copy one tensor on this thread; it fills the bytes ``start`` to ``end``.
-        ``name``: of the tensor, for errors."""
+        """Copy ``source`` to ``destination`` on this thread; it fills the bytes
+        ``start`` to ``end``. ``name``: of the tensor, for errors."""
         copy_elements(destination, source, name=name)
         self.filled(start, end)
 

@@ -211,7 +211,8 @@ def cuts_of(starts: Sequence[int], ends: Sequence[int], shapes: Sequence[tuple[i
 
 
 def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
-    """Yield steps of ``step_nbytes`` that copy one large piece, some rows each."""
+    """Yield cuts of ``step_nbytes``, some rows each, that copy piece number
+    ``index``."""
     axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
     row_nbytes = nbytes // shape[axis]
     rows = max(1, step_nbytes // row_nbytes)
@@ -267,8 +268,8 @@ class HostCopies:
     def tasks(
         self, cuts: Sequence[Cut], *, past_caches: bool, done: Callable[[int, int], object] = _nothing, threads: int = 1
     ) -> list[Callable[[], None]]:
-        """Return a function for each cut (step), which copies it, with so many
-        ``threads`` each, and calls ``done``; start none."""
+        """Return a function for each cut (step) that copies it, as :meth:`copy` does
+        with these arguments, then calls ``done(start, end)``; run none."""
         for index in {cut.first for cut in cuts if cut.axis >= 0}:
             with torch.no_grad():
                 self._found.tensors[index] = self._found.tensors[index].detach()

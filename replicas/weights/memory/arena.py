@@ -163,8 +163,8 @@ class Arena:
         self.pool.prepare(nbytes, sum(lacking) if at_most is None else min(sum(lacking), at_most))
 
     def acquire(self, version: int, manifest: Manifest | PartManifest, *, alone: bool = False) -> Slot | None:
-        """Take a slot to fill with ``version``, and write its header; None if all are
-        in use.
+        """Take a slot of the size that ``manifest`` needs, to fill it with ``version``,
+        and write its header. Return None if all are in use.
 
         Then try again every few hundredths of a second, for readers in other processes,
         and at each ``on_change``. Blocks only for memory that is being allocated.
@@ -255,7 +255,8 @@ class Arena:
         return buffer
 
     def adopt(self, version: int, manifest: Manifest | PartManifest, buffer: Buffer, digest: str = "") -> Slot:
-        """Add memory of another member, ``buffer``, as a complete (foreign) slot.
+        """Add another member's memory, ``buffer``, as a complete (foreign) slot of a
+        version with this layout and digest.
 
         Takes over ``buffer``, also on failure. The slot stays until it is neither
         pinned nor protected at a :meth:`trim` or at its own last unpin. Raises Gone if

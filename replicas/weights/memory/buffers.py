@@ -391,7 +391,8 @@ _LIVING: Living[Buffer] = Living(operator.methodcaller("close_after_fork"))
 
 
 def available_nbytes(*, proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_ROOT) -> tuple[int, str]:
-    """Return how many bytes can still be allocated, and the name of the limit."""
+    """Return how many bytes can still be allocated, and the name of the limit. ``proc``
+    and ``cgroup_root``: where these file systems are mounted."""
     lines = [line.split() for line in _read(proc / "meminfo") if line.startswith("MemAvailable:")]
     machine = [(int(words[1]) * 1024, "the machine's memory") for words in lines]
     return min([*machine, *_cgroups(proc, cgroup_root)], default=(_UNLIMITED_NBYTES, "nothing"))
