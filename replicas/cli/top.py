@@ -154,8 +154,13 @@ class _Frame:
     """One frame of the view, drawn from ``seen``, as long as the terminal is high."""
 
     def __init__(self, seen: _Seen, screen: Screen) -> None:
-        """Draw what the threads have ``seen``, at the height of ``screen``; begin at
-        the top."""
+        """Begin at the top, with nothing drawn.
+
+        Rendering a frame draws what is ``seen``.
+
+        :param seen: the known state, which threads update. :param screen: its height
+            limits a frame.
+        """
         self._seen, self._screen = seen, screen
         self._first = self._page = self._lines = 0
         self._drawn: object = None

@@ -80,8 +80,8 @@ class ByToken:
     def __init__(self, tokens: Callable[[], Tokens], refused: Callable[[str], None]) -> None:
         """Check tokens against those that ``tokens`` returns at each request.
 
-        :param refused: called with "token" for each request with a token that is not
-            valid.
+        :param refused: called on the loop with "token", for each request with a token
+            that is not valid.
         """
         self._tokens = tokens
         self._refused = refused

@@ -167,8 +167,12 @@ class _Offer:
     """A coordinator that this process could start, with its future address."""
 
     def __init__(self, place: CoordinatorAddress, port: int, secret: str, pem: bytes) -> None:
-        """Keep the address, port, secret and key (PEM) of a coordinator; start
-        nothing."""
+        """Keep what a coordinator would be started with; start nothing.
+
+        :param place: its address, token and run, for members. :param port: to listen
+            on.
+        :param secret: the token's secret. :param pem: its key and certificate.
+        """
         self.place, self._port, self._secret, self._pem = place, port, secret, pem
 
     @classmethod

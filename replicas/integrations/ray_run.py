@@ -153,10 +153,11 @@ class _Bundle:
     """A bundle of a placement group, and the task that keeps an agent in it."""
 
     def __init__(self, place: Any, index: int, name: str, group: GroupConfig) -> None:
-        """Describe one bundle; start nothing.
+        """Describe one bundle (resources of one node, for one agent); start nothing.
 
         :param place: Ray's placement group. :param index: of the bundle in it.
         :param name: ``GROUP-NUMBER``, with which the name of its node begins.
+        :param group: config of the group whose replicas it is for.
         """
         self.place, self.index, self.name, self.group = place, index, name, group
         self.keeper: asyncio.Task[None] | None = None

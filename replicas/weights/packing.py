@@ -161,7 +161,10 @@ class Planned:
     """The layout of the last publish's values: manifest, and tensors' offsets."""
 
     def __init__(self, feed: Feed, entries: Sequence[Entry], manifest: PartManifest) -> None:
-        """Remember the layout of the feed's values, by their entries; keep none."""
+        """Remember where ``manifest`` has the feed's values, one for each entry.
+
+        Keep no tensor.
+        """
         known = feed.known() or {}
         values = [value for value in known.values() if value is not None]
         self.manifest = manifest

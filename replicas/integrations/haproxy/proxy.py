@@ -41,9 +41,12 @@ class Haproxy:
     """
 
     def __init__(self, host: str, port: int, options: Options = Options()) -> None:
-        """Bind the listening socket; start haproxy only on entering.
+        """Bind the listening socket, which :attr:`url` then names.
 
-        :param port: where it listens; 0: any free port.
+        Start haproxy only on entering.
+
+        :param host: where it listens. :param port: likewise; 0: any free port.
+        :param options: of haproxy.
         :raises replicas.errors.UsageError: the address cannot be bound.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

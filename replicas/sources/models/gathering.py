@@ -24,9 +24,10 @@ class WholeTensors:
     """Context manager: the whole tensors of a plan, gathered on demand and released."""
 
     def __init__(self, plan: Plan) -> None:
-        """Begin with nothing gathered; count how many rows need each tensor.
+        """Begin with nothing gathered; count the rows that need each tensor in memory.
 
-        :param plan: its rows are requested in order.
+        :param plan: its rows (how tensors of the checkpoint are made) are requested in
+            order.
         """
         self._plan = plan
         self._left = Counter(key for row in plan.rows.values() for key in self._keys(row))

@@ -91,8 +91,10 @@ class _Copier:
     def __init__(self, found: Unwrapped, tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Begin with nothing copied.
 
-        :param found: gets the origins and units.
-        :param tensor: makes the copy of a tensor.
+        :param found: filled with the original of each copied module, and the parameters
+            that FSDP1 has flattened.
+        :param tensor: called once for each tensor; returns what replaces it in the
+            copy.
         """
         self._found = found
         self._tensor = tensor

@@ -304,10 +304,10 @@ class Copier:
     ) -> None:
         """Start the helper threads, which wait for work.
 
-        :param data: uint8, one-dimensional, contiguous, on the CPU; the steps fill each
-            of its bytes once.
+        :param data: uint8, one-dimensional, contiguous, on the CPU; steps fill it.
         :param helpers: threads beside the caller's; by default as many as pay.
         :param beside: hash while copying; by default with two or more helpers.
+        :param progress: called on any copying thread with the bytes filled so far.
         :param begun: called with this copier before its first helper starts.
         """
         nbytes = data.numel()

@@ -211,8 +211,7 @@ def cuts_of(starts: Sequence[int], ends: Sequence[int], shapes: Sequence[tuple[i
 
 
 def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
-    """Yield cuts of ``step_nbytes``, some rows each, that copy piece number
-    ``index``."""
+    """Yield cuts of ``step_nbytes``, each some rows of the piece ``index``."""
     axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
     row_nbytes = nbytes // shape[axis]
     rows = max(1, step_nbytes // row_nbytes)
@@ -362,7 +361,7 @@ class HostCopies:
         streaming.copy_runs(check, to, sources, sizes, threads=threads, past_caches=past_caches)
 
     def _copy_others(self, cut: Cut, numbers: npt.NDArray[np.intp]) -> None:
-        """Copy tensors ``numbers`` of a step by torch (casts, gaps); or MemoryMoved."""
+        """Copy tensors ``numbers`` by torch (casts, gaps); may raise MemoryMoved."""
         pairs: list[_Pair] = []
         for index in (numbers + cut.first).tolist():
             tensor, piece = cut.rows_of(self._alias(index)), cut.rows_of(self._piece(index))
