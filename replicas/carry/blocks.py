@@ -100,5 +100,5 @@ class Blocks:
         heappush(self._waiting, number)
 
     def range_of(self, number: int) -> tuple[int, int]:
-        """Return (first byte, end) of a block in the image."""
+        """Return (first byte, end) of block ``number`` in the image."""
         return block_range(number, self.nbytes)

@@ -173,9 +173,10 @@ class Carrier:
         self.reply(wire.Dropped(number))
 
     def _start_pull(self, request: wire.StartPull) -> None:
-        """Start or resume a pull on a thread; reply Refused if that is impossible.
+        """Start or resume the pull that ``request`` asks for, on a thread; do not wait.
 
-        Its bytes are also offered to other hosts as they arrive.
+        Its bytes are also offered to other hosts as they arrive. If it cannot start,
+        reply Refused.
         """
         transfer, pull = request.transfer, self._pulls.get(request.transfer)
         if pull is None:
@@ -195,7 +196,12 @@ class Carrier:
         _start(lambda: self._run(pull, request))
 
     def _run(self, pull: Pull, request: wire.StartPull) -> None:
-        """Run the pull on this thread; reply Pulled or PullFailed at its end."""
+        """Run the pull on this thread, and block.
+
+        Reply Pulled or PullFailed at its end.
+
+        :param request: the rank's request, with the holders and the time limit.
+        """
         began = time.monotonic()
         numbers = request.numbers or (request.transfer,) * len(request.holders)
         holders = [
@@ -216,7 +222,10 @@ class Carrier:
         self.reply(wire.Pulled(request.id, digest, seconds, counts, received.again, dict(why), wrong, cut))
 
     def _withdraw(self, request: wire.Withdraw) -> None:
-        """End a transfer, on a new thread; that replies when none uses the slot."""
+        """End the transfer of ``request``, on a new thread.
+
+        The thread replies to the rank when no thread uses the slot.
+        """
         pull = self._pulls.pop(request.transfer, None)
         self._images.pop(request.transfer, None)
         deltas = self._deltas.pop(request.transfer, None)

@@ -137,6 +137,8 @@ def _differ_throughout(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -
     """Return True if most sampled elements differ, so that a delta cannot pay.
 
     Returns False for small blocks.
+
+    :param old: the block's elements in the base. :param new: those in the image.
     """
     count = len(new) // _SAMPLE_NBYTES
     if count < _SAMPLES:

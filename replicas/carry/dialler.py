@@ -271,9 +271,10 @@ class Connector:
         return sealed
 
     def _register_socket(self, sock: socket.socket, holder: Holder) -> None:
-        """Register a socket, so that :meth:`hang_up` ends it.
+        """Register a socket to ``holder``, so that :meth:`hang_up` ends it.
 
-        :raises HungUp: all connections were hung up already.
+        :raises HungUp: all connections were hung up already; the caller closes the
+            socket.
         """
         with self._lock:
             self._sockets[sock] = holder

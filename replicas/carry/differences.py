@@ -129,7 +129,10 @@ class Deltas:
                 self.get_delta(end // BLOCK_NBYTES - 1)
 
     def keep(self, number: int, found: bytes) -> None:
-        """Keep the delta ``found`` of a block, received from another host."""
+        """Keep ``found``, the delta of block ``number``, received from another host.
+
+        It is served to further hosts.
+        """
         with self._changed:
             self._known[number] = found
 
@@ -174,7 +177,8 @@ class DeltaChoice:
     def record_pull(self, host: str, *, by_delta: bool, nbytes: int, seconds: float) -> None:
         """Record the rate of a complete pull from ``host``; ignore very short ones.
 
-        :param by_delta: it used deltas. ``nbytes``: size of the version.
+        :param by_delta: it used deltas. :param nbytes: size of the version.
+        :param seconds: how long it took.
         """
         if seconds >= SHORT_S:
             self._rates[host, by_delta] = (*self._rates.get((host, by_delta), ()), nbytes / seconds)[-PROOFS:]

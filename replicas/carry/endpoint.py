@@ -71,6 +71,7 @@ def listen(host: str, port: int, backlog: int) -> tuple[socket.socket, str]:
 def _listen(host: str, port: int, backlog: int) -> socket.socket:
     """Return a socket that listens at exactly this address and port.
 
+    :param backlog: most connections that wait to be accepted.
     :raises OSError: it cannot, or the address is unspecified.
     """
     family, address = _resolved(host, port)

@@ -352,6 +352,7 @@ class Pull:
     def _ask(self, line: dialler.HolderConnection, asked: deque[int]) -> None:
         """Request blocks until enough are open; wait while all are under way elsewhere.
 
+        :param line: the connection over which they are requested.
         :param asked: numbers of the open requests of this connection, to which the new
             ones are added.
         :raises HungUp: all blocks have arrived, or the holder was given up.

@@ -56,7 +56,10 @@ class PullFailed(RuntimeError):
 
 
 def cut_off(reply: wire.Pulled | wire.PullFailed) -> dict[str, str]:
-    """Return ``{holder's name: reason}`` of holders whose network path seems broken."""
+    """Return ``{holder's name: reason}`` of holders whose network path seems broken.
+
+    :param reply: the carrier's message at the end of a pull.
+    """
     return {name: reply.why[name] for name in reply.cut if name in reply.why}
 
 
@@ -151,9 +154,11 @@ class Carrier(HelperProcess):
             end()
 
     def certify(self, pem: bytes) -> None:
-        """Send the carrier its private key and certificate, once.
+        """Send the carrier its private key and certificate, once; do not wait.
 
         It must come before any encrypted use.
+
+        :param pem: both, as PEM text.
         """
         self.certificate_hash = certificate_hash(pem)
         if self.usable:
@@ -192,7 +197,10 @@ class Carrier(HelperProcess):
             self._send(wire.Serve(transfer, secret, where, filled, old, tuple(regions), encrypt))
 
     def filled(self, transfer: int, nbytes: int) -> None:
-        """Tell the carrier that the first ``nbytes`` of a served version are packed."""
+        """Tell the carrier that the first ``nbytes`` of the version are packed.
+
+        :param transfer: number of the transfer that serves the version.
+        """
         if self.usable:
             self._send(wire.Filled(transfer, nbytes))
 
@@ -246,9 +254,12 @@ class Carrier(HelperProcess):
         await self._ask(wire.DropBase(next(self._numbers), transfer), WITHDRAW_TIMEOUT_S, wire.Dropped)
 
     async def withdraw(self, transfer: int, why: str) -> int:
-        """Have the carrier end the transfer; return the bytes that it sent.
+        """Have the carrier end the transfer.
 
-        On return it no longer uses the transfer's slot.
+        Return the bytes that it sent to all pullers.
+
+        On return it no longer uses the transfer's slot. ``why`` is for the error of a
+        pull that is ended.
 
         :raises CarrierDied: it died, and does not use the slot either.
         """
@@ -283,7 +294,7 @@ class Carrier(HelperProcess):
 
 
 def _place_of(base: Lent | None) -> wire.Place | None:
-    """Return the message's form of the place of an older version, or None."""
+    """Return the place of an older version for a message; None if ``base`` is None."""
     return None if base is None else wire.Place(base[0].key, *base[1])
 
 

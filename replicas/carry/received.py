@@ -90,7 +90,9 @@ class Received:
             self.changed.notify_all()
 
     def _receive_delta(self, line: HolderConnection) -> bytes:
-        """Receive a block's delta, and return it; b"" if the block's bytes follow.
+        """Receive a block's delta over ``line``, and return it.
+
+        Return b"" if the block's bytes follow instead.
 
         :raises ConnectionError: it is too large, or no delta was requested.
         """
@@ -102,7 +104,7 @@ class Received:
         return bytes(found)
 
     def _apply(self, holder: str, number: int, found: bytes, digest: xxhash.xxh3_128) -> bool:
-        """Write a block from its delta; return False if that is not valid.
+        """Write block ``number`` from its delta; return False if that is not valid.
 
         A block with a delta that is not valid is queued to be requested again.
 
@@ -131,7 +133,11 @@ class Received:
         return True
 
     def _count(self, holder: str, nbytes: int, landed: int) -> None:
-        """Count ``nbytes`` from the network, and ``landed`` bytes of the image."""
+        """Add to the counts of received bytes.
+
+        :param holder: name of the sender. :param nbytes: bytes from the network.
+        :param landed: bytes of the image that these make.
+        """
         with self.changed:
             self.nbytes[holder] += nbytes
             self.landed_nbytes += landed

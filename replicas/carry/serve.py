@@ -247,7 +247,9 @@ class Server:
                 self._lock.notify_all()
 
     def _proven(self, guest: _UnprovenConnection) -> _Offered | None:
-        """Do the handshakes within 2 s; return the image to serve.
+        """Do the handshakes with a puller within 2 s.
+
+        Return the image that it may read.
 
         Returns None if it was withdrawn meanwhile.
 
@@ -337,7 +339,9 @@ class Server:
                 raise
 
     def _send_range(self, sock: socket.socket, offered: _Offered, start: int, end: int) -> None:
-        """Send bytes ``start`` to ``end`` in pieces; wait for bytes that are missing.
+        """Send bytes ``start`` to ``end`` of the image.
+
+        Wait for bytes that are missing.
 
         Signs of life go out meanwhile.
 
@@ -370,7 +374,12 @@ class Server:
 
     @staticmethod
     def _send_digests(sock: socket.socket, image: Image) -> None:
-        """Send the digests of all blocks, computed now: pullers rarely ask for them."""
+        """Send the digests of all blocks of the image, computed now.
+
+        Block until they are there.
+
+        Pullers rarely ask for them.
+        """
         digests = []
         for start in range(0, image.nbytes, BLOCK_NBYTES):
             end = min(image.nbytes, start + BLOCK_NBYTES)
@@ -381,9 +390,10 @@ class Server:
 
     @staticmethod
     def _send(sock: socket.socket, image: Image, start: int, nbytes: int) -> None:
-        """Send a head, and ``nbytes`` bytes from ``start`` on, which are there.
+        """Send a head, and then ``nbytes`` bytes of the image from ``start`` on.
 
-        Straight out of the file, or of its mapping over TLS.
+        These must be there. They go straight out of the file, or of its mapping over
+        TLS.
         """
         if isinstance(sock, ssl.SSLSocket):
             if image.data is None:

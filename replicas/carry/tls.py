@@ -41,7 +41,10 @@ def client_context() -> ssl.SSLContext:
 
 
 def wrap(sock: socket.socket, context: ssl.SSLContext, *, server_side: bool = False) -> ssl.SSLSocket:
-    """Return ``sock`` wrapped for TLS, and take it over; send nothing yet."""
+    """Return ``sock`` wrapped for TLS, and take it over; send nothing yet.
+
+    :param server_side: ``sock`` is of the server, whose certificate is in ``context``.
+    """
     return context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
 
 

@@ -135,6 +135,6 @@ def ascii_controls(text: str) -> str:
 
 
 def _json_escape(one: str) -> str:
-    """Return a character as JSON escapes its UTF-16 units: ``\\u202e``."""
+    """Return the character ``one`` as JSON escapes of its UTF-16 units."""
     units = one.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))

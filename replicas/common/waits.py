@@ -88,7 +88,7 @@ class Latch:
             self._wake()
 
     def remove(self, waker: Callable[[], object]) -> None:
-        """Forget a callback of :meth:`add`, so that it is not called.
+        """Forget ``waker``, a callback of :meth:`add`, so that it is not called.
 
         Ignore an unknown one.
         """

@@ -272,7 +272,7 @@ class Acceptor:
         return one.sock.recv(HEAD_NBYTES, _LOOK) if len(data) == _USUAL_NBYTES else data
 
     def _answer(self, one: _Waiting, data: bytes) -> None:
-        """Send ``data`` as the whole answer, as far as possible, and close."""
+        """Send ``data`` as the whole answer, what fits without waiting, and close."""
         with contextlib.suppress(OSError):
             for _ in range(_DRAINED):  # unread bytes at the close would reset the connection and lose the answer
                 if len(one.sock.recv(HEAD_NBYTES, _NOW)) < HEAD_NBYTES:

@@ -95,7 +95,10 @@ class AllowedHosts:
 
 
 def _name(value: str) -> str:
-    """Return the host of ``host:port`` or ``scheme://host:port``, in lower case."""
+    """Return the host in a header's value, in lower case and without port or scheme.
+
+    :param value: ``host:port`` or ``scheme://host:port``.
+    """
     rest = value.rpartition("://")[2]
     if rest.startswith("["):
         return rest[1:].partition("]")[0].lower()

@@ -347,7 +347,7 @@ class Coordinator:
         self.engine.change_all(lambda channel, now: channel.start_new_life(group, replica, now))
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
-        """Lose the members of this and earlier generations, whose processes ended."""
+        """Lose the members of this and earlier generations, ended for ``reason``."""
         self.engine.change_all(lambda channel, now: channel.end_replica(group, replica, generation, reason, now))
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
@@ -369,7 +369,7 @@ class Coordinator:
         return tuple(mark for channel in self.engine.channels.values() for mark in channel.marks.of(group, replica))
 
     def set_group(self, group: str, shape: GroupShape) -> None:
-        """Change a group's number of replicas or ranks, or its lease, everywhere."""
+        """Use a new ``shape`` of the group (replicas, ranks, lease) in all channels."""
         shape = self._shapes[arguments.name("group", group)] = _shape("shape", shape)
         for channel in self.engine.channels.values():
             channel.roster.groups[group] = shape

@@ -204,7 +204,7 @@ async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, ov
 
     A member that sends too much is read more slowly.
 
-    :param over: set when the session has left the connection.
+    :param over: set when the session has left the connection; this then returns.
     :raises _Refusal: the caller must close it. The refusal is counted, and the session
         of a final one has ended.
     """

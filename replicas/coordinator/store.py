@@ -137,6 +137,8 @@ class StoreWatcher:
 
         If none comes in time, or the process ends, return a reply made here that has
         the error.
+
+        :param reader: of the socket to the process.
         """
         try:
             text = f"waiting up to {START_TIMEOUT_S:g} s for the process of the rendezvous store to start"

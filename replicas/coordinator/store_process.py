@@ -78,8 +78,9 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def listen(bind: str, port: int) -> socket.socket:
-    """Return a new TCP socket that listens at the address.
+    """Return a new TCP socket that listens at this address and port.
 
+    :param bind: IP address.
     :raises OSError: the address is not of this machine, or the port is in use.
     """
     listener = tcp_socket(bind)

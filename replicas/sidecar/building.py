@@ -108,9 +108,10 @@ def build_group(spec: GroupSpec) -> CollectiveGroup:
 
 
 def connect_store(host: str, port: int, deadline: float) -> Any:
-    """Return a TCPStore client; retry until ``deadline``, then raise RuntimeError.
+    """Return a TCPStore client, retrying until it is connected; block.
 
     :param deadline: by ``time.monotonic()``.
+    :raises RuntimeError: it is not connected by the deadline.
     """
     retry = tenacity.Retrying(
         wait=tenacity.wait_exponential(multiplier=0.02, max=0.5) + tenacity.wait_random(0, 0.05),
@@ -142,7 +143,7 @@ def _store_timeout_s(deadline: float, number: int) -> float:
 def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> CollectiveGroup:
     """Return a Gloo group, which listens on the member's address; wait for all members.
 
-    :param timeout: for all members to come.
+    :param store: has the group's prefix. :param timeout: for all members to come.
     """
     options = _c10d.ProcessGroupGloo._Options()
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=spec.address)]
@@ -152,8 +153,9 @@ def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> CollectiveGr
 
 
 def _build_nccl(store: Any, spec: GroupSpec) -> CollectiveGroup:
-    """Select this process's GPU, and return an NCCL group on it.
+    """Select this process's GPU, and return an NCCL group on it; wait for all members.
 
+    :param store: has the group's prefix.
     :raises RuntimeError: there is no GPU, or no NCCL.
     """
     device = accelerator()
@@ -173,7 +175,11 @@ def _build_nccl(store: Any, spec: GroupSpec) -> CollectiveGroup:
 
 
 def _probe(group: CollectiveGroup, deadline: float) -> None:
-    """All-reduce 64 KiB over the group; raise RuntimeError if the result is wrong."""
+    """All-reduce 64 KiB over the group; block until then.
+
+    :param deadline: by ``time.monotonic()``.
+    :raises RuntimeError: the result is wrong, or did not come by the deadline.
+    """
     steps = torch.arange(PROBE_NBYTES // 8, dtype=torch.int64)
     tensor = steps * (group.rank + 1)
     group.all_reduce(tensor, "sum", deadline).wait()

@@ -275,7 +275,10 @@ class _Operation:
                 first = index + 1
 
     def _whole(self, memory: torch.Tensor, participant: int) -> list[torch.Tensor]:
-        """Return the region of a participant's segments, unless empty, as a list."""
+        """Return a list with the region of a participant's segments in ``memory``.
+
+        The list is empty if the segments have no bytes.
+        """
         _, nbytes = segment_layout(self.spec.segments[participant])
         return [self._region(memory, 0, nbytes)] if nbytes else []
 
@@ -296,13 +299,19 @@ class _Operation:
         return [(rank, one) for rank, one in zip(self.spec.lane_ranks, regions, strict=True) if one.numel()]
 
     def _region(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-        """Return a view of ``nbytes`` of ``memory``; ValueError if it is too small."""
+        """Return a view of ``memory``: ``nbytes`` from ``offset`` on.
+
+        :raises ValueError: it is too small.
+        """
         if offset + nbytes > memory.numel():
             raise ValueError(f"{self.spec.kind} needs {offset + nbytes} bytes, but its buffer has {memory.numel()}")
         return memory[offset : offset + nbytes]
 
     def _typed(self, region: torch.Tensor, dtype: str) -> torch.Tensor:
-        """View bytes as ``dtype``; raise ValueError if the group cannot reduce that."""
+        """Return ``region``, bytes, as a view of this dtype.
+
+        :raises ValueError: the group cannot reduce that dtype.
+        """
         kind = torch_dtype(dtype)
         if dtype not in REDUCIBLE:
             raise ValueError(f"{self.group.backend} cannot reduce {dtype} tensors")

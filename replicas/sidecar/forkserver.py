@@ -214,7 +214,10 @@ def _set_variables() -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a forkserver as this process: load torch, then fork sidecars until killed."""
+    """Run a forkserver as this process: load torch, then fork sidecars until killed.
+
+    :param argv: the command line's arguments; default: those of this process.
+    """
     parser = argparse.ArgumentParser(prog="replicas.sidecar.forkserver", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--listener", type=int, required=True, help="inherited SOCK_SEQPACKET socket that listens")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="pid whose death ends this process")

@@ -228,9 +228,13 @@ class CollectiveGroup(ABC):
 
     @staticmethod
     def _starting(operation: Callable[..., Any], options: Any, deadline: float) -> Callable[[torch.Tensor], list[Any]]:
-        """Return a function that starts ``operation`` on a tensor; it returns works.
+        """Return a function that starts ``operation`` on a tensor.
 
-        :param options: torch's options of the operation, which get the remaining time.
+        It returns torch's works.
+
+        :param options: torch's options of the operation; their timeout is set at the
+            start.
+        :param deadline: by ``time.monotonic()``.
         """
 
         def start(near: torch.Tensor) -> list[Any]:

@@ -132,7 +132,10 @@ def _check(mine: _Card, card: _Card) -> None:
 
 
 def _check_hosts(cards: Iterable[_Card]) -> None:
-    """Raise Preflight if two machines have one address, on every member alike."""
+    """Raise Preflight if two machines have one address.
+
+    :param cards: the store's entries of all members, so that every member raises alike.
+    """
     known: dict[str, _Card] = {}
     for card in cards:
         first = known.setdefault(card.address, card)
@@ -239,7 +242,9 @@ async def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Find
 
 
 async def _call(card: _Card, greeting: bytes) -> Reason | None:
-    """Connect to a member and check its greeting; return the failure, or None.
+    """Connect to the member of ``card`` and check its greeting; then disconnect.
+
+    Return why that failed, or None.
 
     :param greeting: the bytes that only this member can send.
     """
@@ -266,9 +271,11 @@ async def _call(card: _Card, greeting: bytes) -> Reason | None:
 
 
 def blame(edges: set[tuple[int, int]]) -> list[int]:
-    """Return the ranks at fault, given pairs of ranks (caller, unreachable).
+    """Return the ranks at fault for failed connections.
 
     Greedy: blame the ranks that most others failed to reach, drop their pairs, repeat.
+
+    :param edges: pairs of ranks: the caller, and the member that it could not reach.
     """
     left, guilty = set(edges), set[int]()
     while left:
@@ -282,7 +289,8 @@ def blame(edges: set[tuple[int, int]]) -> list[int]:
 def _verdict(edges: dict[tuple[int, int], str], cards: dict[int, _Card]) -> None:
     """Raise Unreachable if any connection failed, naming the members at fault.
 
-    :param edges: reasons by the ranks of (caller, called).
+    :param edges: reasons by the ranks of (caller, called); empty if none failed.
+    :param cards: the store's entries of all members, by rank.
     """
     if not edges:
         return

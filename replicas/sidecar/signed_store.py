@@ -87,7 +87,8 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         return [self._verified_value(key, value) for key, value in zip(keys, values, strict=True)]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Write all values, as :meth:`set` does."""
+        """Write each of ``values`` under the key at its position, as :meth:`set`
+        does."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
@@ -161,19 +162,28 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
                 self._raise_tampered(f'the key "{key}" that this member wrote was overwritten')
 
     def _verified_value(self, key: str, value: bytes) -> bytes:
-        """Return a stored value without its tag; StoreTampered if that is wrong."""
+        """Return ``value``, as stored under ``key``, without its tag.
+
+        :raises replicas.errors.StoreTampered: the tag is wrong.
+        """
         data = value[TAG_NBYTES:]
         if value[:TAG_NBYTES] != self._tag(key, data):
             self._raise_tampered(f'the value of "{key}" was not written by a member')
         return data
 
     def _raise_tampered(self, what: str) -> None:
-        """Record the tampering in ``tampered``, and raise StoreTampered."""
+        """Record the tampering in ``tampered``, and raise StoreTampered.
+
+        :param what: what was found, in words.
+        """
         self.tampered = what
         raise StoreTampered(f"a process other than a member writes into the rendezvous store: {what}")
 
     def _tag(self, key: str, data: bytes) -> bytes:
-        """Return the keyed hash of key and value, which precedes the stored value."""
+        """Return the keyed hash of ``key`` and ``data``, the value.
+
+        Stored before the value.
+        """
         name = key.encode()
         size = len(name).to_bytes(8, "little")
         return hashlib.blake2b(size + name + data, digest_size=TAG_NBYTES, key=self._secret).digest()

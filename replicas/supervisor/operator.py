@@ -202,7 +202,7 @@ class _Operator:
         }
 
         def arrived(number: int, frame: object) -> None:
-            """Python's signal handler: pass the signal on to the loop."""
+            """Python's signal handler: pass signal ``number`` on to the loop."""
             signum = signal.Signals(number)
             loop.call_soon_threadsafe(signals[signum], signum.name)
 

@@ -234,7 +234,7 @@ class Reloading:
             await fleet.scale(group, size)
 
     async def _roll(self, group: Group, cause: Cause, indices: Collection[int]) -> None:
-        """Restart these replicas, a few at a time, and wait until they are ready.
+        """Restart the replicas ``indices``, a few at a time; wait until all are ready.
 
         Skip replicas that have finished or are being stopped. A later reload can cancel
         this.

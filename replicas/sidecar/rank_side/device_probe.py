@@ -68,7 +68,7 @@ async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -
 def _refusal(uuid: str, reason: str, hint: str) -> Preflight:
     """Return (do not raise) the error of a failed check.
 
-    :param hint: what to do; host staging is added to it.
+    :param reason: why it failed. :param hint: what to do; host staging is added to it.
     """
     if _STAGING_HINT not in hint:
         hint = f"{hint}; or {_STAGING_HINT}"

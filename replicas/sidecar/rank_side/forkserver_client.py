@@ -187,10 +187,13 @@ class Forkserver:
     async def _ask(
         self, request: wire.ForkserverRequest, fds: list[int], timeout_s: float
     ) -> tuple[wire.ForkserverReply, list[int]]:
-        """Send a request with descriptors, and close these; wait for the answer.
+        """Send a request with the descriptors ``fds``, and close these.
+
+        Wait for the answer.
 
         :returns: the reply, and descriptors that came with it, which the caller owns.
-        :raises SidecarDied: the connection has ended, or is closed as no answer came.
+        :raises SidecarDied: the connection has ended, or was closed because no answer
+            came within ``timeout_s``.
         """
         future: asyncio.Future[tuple[wire.ForkserverReply, list[int]]] = self._loop.create_future()
         try:
@@ -271,6 +274,9 @@ def _connected(door: SocketAddress) -> socket.socket:
 
 
 def _log_failure(forking: asyncio.Task[Sidecar]) -> None:
-    """Log why no sidecar could be forked; :meth:`Forkserver.fork` raises it, too."""
+    """Log why the task ``forking`` could fork no sidecar; its done callback.
+
+    :meth:`Forkserver.fork` raises the error, too.
+    """
     if not forking.cancelled() and (error := forking.exception()) is not None:
         logger.info("going on without a helper process that could not be forked: %s", error)

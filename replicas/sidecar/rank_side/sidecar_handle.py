@@ -101,6 +101,7 @@ class Sidecar(HelperProcess):
     async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> None:
         """Have the sidecar run one operation of its process group; wait for its end.
 
+        :param spec: the operation, with its timeout.
         :param inputs: memory that it reads; None without any. Sent once, then
             remembered.
         :param outputs: memory that it writes; None without any.

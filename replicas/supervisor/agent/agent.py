@@ -399,7 +399,7 @@ class Agent:
             self._shims.check_shims(now, self._tenancy.until)
 
     async def _write(self, link: SupervisorLink) -> None:
-        """Send stacks, changed states and queued messages until cancelled."""
+        """Send stacks, changed states and queued messages over ``link``, for ever."""
         while True:
             await self._news.wait()
             self._news.clear()

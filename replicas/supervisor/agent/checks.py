@@ -117,7 +117,9 @@ def examine_machine(
 
 
 def _leftovers(state_dir: Path, ours: Collection[int]) -> Iterator[Finding]:
-    """Yield a problem for each living process of a dead run in this folder, or an ok.
+    """Yield a problem for each living process of a dead run in this state folder.
+
+    Yield one ok if there is none.
 
     :param ours: pids of the living run, which are left out.
     """

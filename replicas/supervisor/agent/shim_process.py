@@ -63,9 +63,7 @@ class ShimProcess:
     """
 
     def __init__(self, spec: PartSpec, changed: Callable[[], None], lock: int | None = None) -> None:
-        """Start the process of the shim, send it the spec, and watch it.
-
-        For the running loop.
+        """Start the process of the shim, send it the spec, and watch it on the loop.
 
         :param changed: called on the loop after each change of :attr:`state` or
             :attr:`stacks`.

@@ -34,9 +34,9 @@ def refusal(nodes: Mapping[str, NodeEntry], hello: Hello, *, local: bool) -> Ref
 
 
 def _offered_twice(nodes: Mapping[str, NodeEntry], hello: Hello) -> Refused | None:
-    """Return a refusal if another agent of this machine offers the same GPUs.
+    """Return a refusal if another agent of this machine offers the same GPUs, or None.
 
-    Return None if no agent does.
+    :param nodes: all nodes of the run, by name. :param hello: of the agent that joins.
     """
     gpus = set(hello.machine.gpus if hello.machine is not None else ())
     for entry in nodes.values():

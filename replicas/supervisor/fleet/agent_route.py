@@ -33,7 +33,10 @@ def agent_route(
     """
 
     def refusal(headers: Mapping[str, str]) -> tuple[int, str] | None:
-        """Return an HTTP status and text if the request is refused, or None."""
+        """Return (HTTP status, text) to refuse a request, or None to accept it.
+
+        :param headers: of the request, names in lower case.
+        """
         why = access(headers)
         return (401, why) if why else None
 

@@ -143,11 +143,12 @@ class PredecessorWaits:
     # ------------------------------------------------------------ strangers
 
     def stranger(self, state: PartState, handle: ShimHandle) -> None:
-        """Note a shim that belongs to no replica, until its processes are gone.
+        """Record a shim that belongs to no replica, until its processes are gone.
 
-        Replicas wait for it. The caller ends it.
+        The replica whose earlier generation it is waits for that (:meth:`blocks`). The
+        caller ends the shim.
 
-        :param state: as its agent reported it.
+        :param state: as its agent reported it. :param handle: shows when they are gone.
         """
         key = (state.group, state.replica)
         if key in self._generations or len(self._generations) < REPLICAS_MAX:

@@ -55,6 +55,8 @@ class Health:
         """Return the silent ranks, in words, and the seconds of their silence.
 
         Without silent ranks: "" and 0.0.
+
+        :param config: has the limit, for the text.
         """
         view = self.view
         if view is None or not view.silent:
@@ -98,6 +100,7 @@ class Health:
         Reasons are faults in :attr:`view`, and timeouts of the start, of heartbeats, of
         progress and of loading.
 
+        :param config: has the timeouts.
         :param ready: it is ready now.
         :param starting_s: seconds since its start.
         :param now: time of the loop's clock.

@@ -182,7 +182,7 @@ class Cluster:
         return name
 
     def _refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
-        """Return why the agent is refused, or None after writing its lease to disk."""
+        """Return the refusal of an agent, or None after writing its lease to disk."""
         if local and not self._is_own(hello):
             return wire.Refused(message="a newer agent of this machine has replaced this one")
         refused = refusal(self.members, hello, local=local)
@@ -268,7 +268,7 @@ class Cluster:
                 self._changed(member)
 
     def _end_stranger(self, member: NodeEntry, state: PartState) -> ShimHandle:
-        """Order the end of a shim that belongs to no replica; return its handle."""
+        """Order a shim of no replica to end; return its handle."""
         if len(member.handles) >= wire.SHIMS_MAX:
             raise msgspec.DecodeError(f"more than {wire.SHIMS_MAX:,} shims")
         handle = member.handles[state.nonce] = ShimHandle(state.nonce, member)
@@ -349,7 +349,7 @@ class Cluster:
         return self._loop.time() - member.life.heard_at if member is not None else 0.0
 
     def _lose(self, member: NodeEntry, event: Literal["left", "lease_over"], reason: str) -> None:
-        """Step the node by ``event``, and count its processes as gone."""
+        """Step the node by ``event``; count its processes as gone, for ``reason``."""
         before = member.life.state
         member.life.step(event)
         if member.link is not None:
@@ -463,7 +463,7 @@ class Cluster:
                     await link.over.wait()
 
     async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
-        """Send a query; return the reply of type ``kind``, or raise TimeoutError."""
+        """Send ``node`` a query; return the reply, or raise TimeoutError."""
         member = self.members.get(node)
         if member is None or member.link is None or member.life.state != "up":
             raise TimeoutError(f"node {node} is away: its agent is not connected")

@@ -225,7 +225,7 @@ class Fleet:
             await self._looked.wait_for(condition)
 
     async def wait_ready(self, groups: Iterable[Group]) -> None:
-        """Wait until these are ready; WorldError if one has failed or the run ends."""
+        """Wait until the groups are ready; WorldError if one has failed or all ends."""
         chosen = list(groups)
 
         def settled() -> bool:
@@ -267,7 +267,8 @@ class Fleet:
         return group
 
     def targets(self, target: str | None) -> list[Replica]:
-        """Return replicas of ``group`` or ``group/index``, or all; or UsageError."""
+        """Return the replicas of ``target``: a ``group`` or ``group/index``, or all for
+        None. Raise UsageError if there are none of that name."""
         if target is None:
             return self.all()
         name, slash, index = target.partition("/") if isinstance(target, str) else (target, "", "")
@@ -386,7 +387,7 @@ class Fleet:
         return ended
 
     async def _await_end(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
-        """Wait for the end of stopped replicas; remove each, and an emptied group."""
+        """Wait until the replicas ``leaving`` have ended; remove them."""
         name, began = group.config.name, _now()
         for replica in leaving:
             self._context.emit(Draining(target=replica.name, reason=reason))

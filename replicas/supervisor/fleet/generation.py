@@ -272,7 +272,9 @@ class Generation:
 
 
 def save_start(context: FleetContext, generation: int) -> Reason | None:
-    """Save that a generation of this number is about to start. Blocks.
+    """Save the run's state, with a generation of this number that is about to start.
+
+    Blocks.
 
     Without that, the next supervisor would not know of the start, and could use its
     number again.
@@ -293,7 +295,7 @@ def save_start(context: FleetContext, generation: int) -> Reason | None:
 
 
 def wants_tee(logs: LogsConfig) -> bool:
-    """Return True if lines of ranks are to be shown on stderr."""
+    """Return True if lines of ranks are to be shown on stderr, by this config."""
     return logs.tee == "always" or (logs.tee == "auto" and os.isatty(2))
 
 

@@ -231,9 +231,11 @@ class Nodes:
         return found
 
     def _end(self, record: ShimRecord, handle: ShimHandle) -> None:
-        """Order the end of a shim without a replica. Does not wait.
+        """Order the end of the shim of ``handle``, which belongs to no replica.
 
-        Its GPUs and memory stay taken until its processes are gone.
+        Do not wait.
+
+        The GPUs and memory in its ``record`` stay taken until its processes are gone.
         """
         let_go = self._context.resources.hold(record.nonce, record.share)
 

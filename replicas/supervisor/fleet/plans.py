@@ -175,7 +175,7 @@ def _heaviest(names: set[str], apart: _Graph, weights: Mapping[str, int]) -> set
     """
 
     def weight(some: set[str]) -> int:
-        """Return the sum of the weights of these groups."""
+        """Return the sum of the weights of the groups ``some``."""
         return sum(weights[name] for name in some)
 
     together = {name: names - apart[name] - {name} for name in names}

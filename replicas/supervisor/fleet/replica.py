@@ -175,7 +175,7 @@ class Replica:
             self._request("halt", hurry_s, None, "drain requested")
 
     def fail(self, reason: str) -> None:
-        """End the replica because its group has failed, until a reset or restart."""
+        """End the replica because its group failed (``reason``), until a restart."""
         if not self.life.settled:
             self._request("fail", None, Cause("group", reason))
 

@@ -84,7 +84,7 @@ class Tee:
         self.write()
 
     def _drop(self, count: int) -> None:
-        """Count lines as dropped."""
+        """Add ``count`` to the number of lines that were not shown."""
         self._dropped += count
         self.dropped += count
 

@@ -128,7 +128,10 @@ class DeathWatch(_PidWatch):
                 self._names[pid] = _name_of(pid)
 
     def _note_end(self, pid: int, pidfd: int) -> None:
-        """Record the death of a watched process, with the signal that killed it."""
+        """Record the death of a watched process, with the signal that killed it.
+
+        :param pidfd: of the process, still open; the caller closes it.
+        """
         self._deaths.append(Death(pid, self._names.pop(pid), _killed_by(pid, pidfd), time.monotonic()))
         del self._deaths[:-_MAX_WATCHED]
 

@@ -80,7 +80,7 @@ class Phases(StateMachine[Phase, Input, Action]):
         return actions
 
     def record_kill(self, at: float) -> bool:
-        """Record a SIGKILL to all, and set when it is repeated.
+        """Record that SIGKILL was sent to all at this time, ``at``; schedule the next.
 
         Return True if it is time to report the processes that are still there.
         """

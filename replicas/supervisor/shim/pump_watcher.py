@@ -249,7 +249,10 @@ def _leave_the_shim(keep: list[int]) -> None:
 
 
 def _rename(title: str) -> None:
-    """Set the name in ``ps``: overwrite the shim's arguments, as setproctitle does."""
+    """Set the name in ``ps`` to ``title``.
+
+    Overwrites this process's arguments in memory, as setproctitle does.
+    """
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     if end > start > 0:

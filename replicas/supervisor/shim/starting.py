@@ -57,9 +57,11 @@ def start_launcher(spec: PartSpec, pipes: LogPipes, scratch: Path) -> tuple[Chil
 
 @naming_limits()
 def _spawn(command: list[str], streams: tuple[int, int], **options: Any) -> Child:
-    """Start a process with these descriptors as stdout and stderr.
+    """Start a process, and return it.
 
+    :param streams: descriptors for it to write to, as stdout and stderr.
     :param options: further arguments of Popen.
+    :raises OSError: the system refuses.
     """
     return Child(subprocess.Popen(command, stdout=streams[0], stderr=streams[1], **options))
 

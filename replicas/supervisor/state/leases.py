@@ -104,7 +104,9 @@ class Leases:
             self.records = tuple(_lease(line) for line in lines[1:])
 
     def write(self, records: Sequence[Lease]) -> None:
-        """Replace the leases, on disk first. Blocks for a sync if they differ.
+        """Replace the leases by ``records``, on disk first.
+
+        Blocks for a sync if they differ.
 
         :raises OSError: writing failed, and the old leases hold.
         """

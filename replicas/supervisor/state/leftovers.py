@@ -91,7 +91,8 @@ def sweep(
 ) -> list[LeftoverFound]:
     """SIGKILL all processes that :func:`find` returns, and return them. Blocks.
 
-    Also remove the control groups of the state's shims.
+    Also remove the control groups of the state's shims. The other parameters are those
+    of :func:`find`.
 
     :param timeout_s: how long to kill; ``swept`` is True for those that are gone then.
     """

@@ -207,7 +207,10 @@ class StateDir(LockedFolder):
         self.leftovers += leftovers.sweep(saved, "", SWEEP_S)
 
     def _taken(self, owner: Owner) -> AlreadySupervised:
-        """Return the error for a folder that another supervisor has locked."""
+        """Return the error for a folder that another supervisor has locked.
+
+        :param owner: that supervisor, as the lock file names it.
+        """
         lock = self.path / "lock"
         if owner.alive:
             return AlreadySupervised(f'run "{self.run}" is already supervised by process {owner.pid} ({lock})')
@@ -218,7 +221,10 @@ class StateDir(LockedFolder):
         )
 
     def _not_dying(self, owner: Owner, holders: list[int]) -> AlreadySupervised:
-        """Return the error for a dead supervisor's processes that survive SIGKILL."""
+        """Return the error for a dead supervisor's processes that survive SIGKILL.
+
+        :param owner: the dead supervisor. :param holders: pids of those processes.
+        """
         return AlreadySupervised(
             f'processes of an earlier supervisor of run "{self.run}" (pid {owner.pid}) are still alive: '
             f"{', '.join(map(str, holders)) or 'not visible from here'}",

@@ -278,7 +278,8 @@ def pair() -> tuple[socket.socket, socket.socket]:
 def send(connection: socket.socket, message: Message) -> bool:
     """Send without waiting. Return False if the peer is gone or its buffer is full.
 
-    A large message goes in a memfd, whose descriptor is sent with a blank packet.
+    The message is then lost. A large one goes in a memfd, whose descriptor is sent with
+    a blank packet.
 
     :raises OSError: the message is too long (``EMSGSIZE``).
     """
@@ -302,7 +303,7 @@ def send(connection: socket.socket, message: Message) -> bool:
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """Return the next message, or None at the end of the stream.
+    """Return the next message on the connection, or None at the end of the stream.
 
     Blocks, unless the socket is non-blocking.
 
