@@ -127,10 +127,11 @@ def _describe_detached(state_dir: Path, now: float) -> str:
 
 
 def find_state_dir(folder: Path, *, running: bool = False) -> Path:
-    """Return the state folder of the only run, or only living one, below ``folder``.
+    """Return the state folder of a run below ``folder``: the only one, or the only one
+    that is alive.
 
-    :param running: if several runs have a folder, raise Disconnected if none is
-        running.
+    :param running: the caller needs a living run: if several runs have a folder and
+        none has been started, raise Disconnected in place of UsageError.
     :raises UsageError: several runs have their state there.
     :raises Disconnected: no run has.
     """

@@ -269,7 +269,10 @@ def _keys() -> Iterator[Callable[[float], list[bytes]]]:
     fds = [fd] if os.isatty(fd) else []
 
     def keys(timeout_s: float) -> list[bytes]:
-        """Wait for keys, and return them; without a terminal only wait."""
+        """Wait for keys, ``timeout_s`` at most; return them, or an empty list.
+
+        Without a terminal only wait.
+        """
         return _KEY.findall(os.read(fd, 256)) if select.select(fds, [], [], timeout_s)[0] else []
 
     if not fds:  # only wait

@@ -125,7 +125,8 @@ def _located(text: str, reason: str) -> str:
     text cannot be read for this reason."""
 
     def fails(some: str) -> bool:
-        """Return True if the text nests too deep or has an impossible value."""
+        """Return True if the TOML text ``some`` nests too deep or has an impossible
+        value."""
         try:
             return is_too_deep(tomllib.loads(some))
         except tomllib.TOMLDecodeError:

@@ -142,7 +142,10 @@ def whole(least: int, most: int = RANKS_MAX) -> Form:
     ``most``."""
 
     def read(place: Place, value: object) -> Any:
-        """Return the number, or UNSET after adding a problem to ``place``."""
+        """Return ``value`` if it is an int in the range.
+
+        Else add a problem to ``place``, and return UNSET.
+        """
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             return place.problem(f"expected a whole number of at least {least}, got {show(value)}")
         return value if value <= most else place.problem(f"expected at most {most:,}, got {show(value)}")
@@ -173,7 +176,10 @@ def one_of(*words: str) -> Form:
     listed = ", ".join(f'"{word}"' for word in words[:-1]) + f' or "{words[-1]}"'
 
     def read(place: Place, value: object) -> Any:
-        """Return the string, or UNSET after adding a problem to ``place``."""
+        """Return ``value`` if it is one of the form's words.
+
+        Else add a problem to ``place``, and return UNSET.
+        """
         if isinstance(value, str) and value in words:
             return value
         close = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
@@ -193,7 +199,9 @@ def name(place: Place, value: object) -> Any:
 
 
 def _strings(place: Place, value: object, what: str) -> Any:
-    """Return a tuple of strings; else add a problem, and return UNSET.
+    """Return ``value``, a list of strings, as a tuple.
+
+    Else add a problem to ``place``, and return UNSET.
 
     :param what: the expected strings, for the problem.
     """
@@ -204,8 +212,10 @@ def _strings(place: Place, value: object, what: str) -> Any:
 
 @form("list of group names", f"at most {NAMED_MAX}")
 def names(place: Place, value: object) -> Any:
-    """Return a tuple of group names; else add a problem to ``place``, and return
-    UNSET."""
+    """Return ``value``, a list of group names, as a tuple.
+
+    Else add a problem to ``place``, and return UNSET.
+    """
     found = _strings(place, value, "group names")
     if found is not UNSET and len(found) > NAMED_MAX:
         return place.problem(f"expected at most {NAMED_MAX} group names, got {len(found):,}")
@@ -214,8 +224,10 @@ def names(place: Place, value: object) -> Any:
 
 @form("list of strings")
 def command(place: Place, value: object) -> Any:
-    """Return the words of a command, as a tuple; else add a problem, and return
-    UNSET."""
+    """Return ``value``, the words of a command, as a tuple.
+
+    Else add a problem to ``place``, and return UNSET.
+    """
     words = _strings(place, value, 'strings such as ["train.py", "--steps", "200"]')
     if words is UNSET:
         return words
@@ -267,14 +279,19 @@ def labels(place: Place, value: object) -> Any:
 
 @form("true or false")
 def flag(place: Place, value: object) -> Any:
-    """Return the bool; else add a problem to ``place``, and return UNSET."""
+    """Return ``value`` if it is a bool.
+
+    Else add a problem to ``place``, and return UNSET.
+    """
     return value if isinstance(value, bool) else place.problem(f"expected true or false, got {show(value)}")
 
 
 @form("number")
 def number(place: Place, value: object) -> Any:
-    """Return the number as a float; else add a problem to ``place``, and return
-    UNSET."""
+    """Return the number ``value`` as a float.
+
+    Else add a problem to ``place``, and return UNSET.
+    """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return place.problem(f"expected a number, got {show(value)}")
@@ -282,7 +299,10 @@ def number(place: Place, value: object) -> Any:
 
 @form("share", 'above 0 % and below 100 %, such as "10%" or 0.1')
 def share(place: Place, value: object) -> Any:
-    """Return the share, between 0 and 1; else add a problem, and return UNSET."""
+    """Return the share ``value`` as a float between 0 and 1.
+
+    Else add a problem to ``place``, and return UNSET.
+    """
     found = in_units(value, {"%": 0.01})
     if isinstance(value, float):
         found = value
@@ -308,8 +328,8 @@ def duration(least: float = 0.0, *, zero: bool = False) -> Form:
     """
 
     def read(place: Place, value: object) -> Any:
-        """Return the duration in seconds, or UNSET after adding a problem to
-        ``place``."""
+        """Return the seconds of the duration ``value``, or UNSET after adding a problem
+        to ``place``."""
         seconds = value if isinstance(value, float) else in_units(value, UNITS_S)
         if isinstance(value, int) and not isinstance(value, bool):
             seconds = float(min(max(value, -1), _BEYOND_S))  # ints may be too large for a float
@@ -332,7 +352,8 @@ def size(least: int = 1) -> Form:
     ``"64MiB"``, or a number of bytes."""
 
     def read(place: Place, value: object) -> Any:
-        """Return the size in bytes, or UNSET after adding a problem to ``place``."""
+        """Return the bytes of the size ``value``, or UNSET after adding a problem to
+        ``place``."""
         nbytes = value if isinstance(value, int) and not isinstance(value, bool) else in_units(value, _UNITS_NBYTES)
         if nbytes is None or nbytes == math.inf:
             return place.problem(f'expected a size such as "64MiB" or "8GiB", got {show(value)}')
@@ -358,7 +379,8 @@ def path(what: str) -> Form:
     """
 
     def read(place: Place, value: object) -> Any:
-        """Return the absolute path, or UNSET after adding a problem to ``place``."""
+        """Return the absolute path that ``value`` names, or UNSET after adding a
+        problem to ``place``."""
         if isinstance(value, str | Path) and str(value) and "\0" not in str(value):
             try:
                 found = Path(place.base, Path(value).expanduser()).resolve()

@@ -90,7 +90,11 @@ def order_routes(source: object, access: Access, run: Callable[[], str]) -> list
     running: set[asyncio.Task[object]] = set()  # the loop itself keeps only weak references
 
     def over(task: asyncio.Task[object]) -> None:
-        """Forget a task that is done; log an error that is a bug."""
+        """Forget an order's task, which is done.
+
+        Log an error that is not a ReplicasError, as that is a bug. The task's done
+        callback.
+        """
         running.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, errors.ReplicasError):

@@ -85,7 +85,10 @@ def asset(name: str) -> Asset | None:
 
 @functools.cache
 def script() -> str:
-    """Return all modules as the text of one script; read them once."""
+    """Return the page's JavaScript modules as the text of one script.
+
+    They are read at the first call.
+    """
     texts = ((STATIC / f"{name}.js").read_text() for name in MODULES)
     return "\n".join(_EXPORT.sub("", _IMPORT.sub("", text)) for text in texts)
 

@@ -53,7 +53,8 @@ class Watched(Protocol):
         starts."""
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Yield events above ``after`` (None: only new ones), then each new one."""
+        """Yield events above ``after`` (None: only new ones), then each new one, until
+        the run is over."""
 
     @property
     def last_event(self) -> int:

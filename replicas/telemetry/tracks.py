@@ -131,7 +131,7 @@ def _phases(sync: Span) -> Iterator[tuple[str, tuple[float, float]]]:
 def _part(span: Span, kind: str, name: str, start: float, end: float, **about: Any) -> Span:
     """Return a new span that belongs to ``span``, on the same track.
 
-    :param about: its attributes.
+    :param start: in seconds since 1970, as is ``end``. :param about: its attributes.
     """
     return msgspec.structs.replace(span, kind=kind, name=name, start=start, end=end, parent=span.id, attributes=about)
 

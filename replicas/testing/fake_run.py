@@ -281,7 +281,10 @@ class FakeRun:
         """
 
         async def call() -> T:
-            """Call the function, on the loop."""
+            """Call the given function with its arguments, on the session thread.
+
+            Return its result.
+            """
             return function(*arguments)
 
         make: Callable[[], Coroutine[Any, Any, T]] = call

@@ -61,7 +61,8 @@ def _check_group(group: Sequence[int], pairs: _Pairs, names: Sequence[str]) -> N
     memory = torch.empty(end - base, dtype=torch.uint8, device="cpu")
 
     def place(number: int) -> torch.Tensor:
-        """Return the bytes of target ``number`` in the private copy of the memory."""
+        """Return the bytes of target ``number``, a view of the private copy of the
+        memory."""
         one = targets[number]
         strides = *(stride * one.itemsize for stride in one.stride()), 1
         return memory.as_strided((*one.shape, one.itemsize), strides, one.data_ptr() - base)

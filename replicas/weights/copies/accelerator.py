@@ -243,7 +243,7 @@ class Accelerator(ABC):
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Delay reuse of the tensors' memory until the current stream's work is done.
 
-        It may be freed before.
+        The caller may drop the tensors before that; the call does not block.
         """
 
     @abstractmethod
