@@ -53,6 +53,7 @@ class Channel(Collectives):
     """
 
     def __init__(self, hub: Hub, session: Session) -> None:
+        """Make the parts of the channel, and register them; send nothing."""
         self._hub = hub
         self._pid = os.getpid()
         self._closed = self._leaving = False
@@ -255,7 +256,7 @@ class Channel(Collectives):
         reserve(self._hub, weights, dtype, self._publisher.mode, number)
 
     def _check_can_fill(self, what: str, dtype: object) -> None:
-        """Raise UsageError unless an open source calls ``what`` with a torch dtype."""
+        """Raise UsageError unless this rank may fill slots, with this torch dtype."""
         self._check_role(what)
         self._check_open()
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -392,7 +393,7 @@ class Channel(Collectives):
             self._hub.loop.spawn(self._leave_on_loop(), f"{self.name}: leaves")
 
     async def _leave_on_loop(self) -> None:
-        """Send Bye, end all parts with Gone, free the memory; resolve ``_left``."""
+        """Session thread: send Bye, end all parts with Gone, free memory."""
         hub = self._hub
         try:
             await hub.session.close("closed", BYE_TIMEOUT_S)
@@ -406,9 +407,7 @@ class Channel(Collectives):
 
     def _open(self, timeout_s: float) -> None:
         """Block until the session is open; Disconnected after ``timeout_s`` seconds.
-
-        Also has the channel closed at exit; a peer starts to fork a sidecar.
-        """
+        Also has the channel closed at exit; a peer starts to fork a sidecar."""
         loop = self._hub.loop
         began = time.monotonic()
         loop.closers[self] = partial(self.close, wait=False)

@@ -146,8 +146,10 @@ def join(
 def _prove_device(hub: Hub, until: float) -> None:
     """Raise Preflight if slots are on a GPU whose memory a sidecar cannot use.
 
-    Tests it with a forked sidecar process, unless no slot of this rank is on a GPU.
+    Test it with a forked sidecar process, and block for that, unless no slot of this
+    rank is on a GPU.
 
+    :param hub: of the channel, whose session is open.
     :param until: deadline by ``time.monotonic()``.
     """
     settings = hub.settings
@@ -156,7 +158,10 @@ def _prove_device(hub: Hub, until: float) -> None:
         return
 
     async def prove() -> None:
-        """Have a forked sidecar open memory of this rank's GPU; raise on failure."""
+        """Have a forked sidecar open memory of this rank's GPU.
+
+        Raise an error on failure.
+        """
         left_s = max(MIN_PROOF_S, until - time.monotonic())
         async with asyncio.timeout(left_s):
             forkserver = await hub.loop.forkserver(hub.forkserver_name)
@@ -177,9 +182,10 @@ def _prove_device(hub: Hub, until: float) -> None:
 def _show_stacks(found: Environment, hello: Hello) -> None:
     """Install the signal handler by which a supervisor gets the stacks of this process.
 
-    The stacks go to a file in the log directory of ``found``. Does nothing without a
-    supervisor or for an observer; a failure is only logged.
+    The stacks go to a file in the log directory. It does nothing without a supervisor
+    or for an observer; a failure is only logged.
 
+    :param found: what the environment says of the supervisor, with the log directory.
     :param hello: names the rank and the process, from which the file is named.
     """
     if found.log_dir is None or hello.observe:
@@ -191,9 +197,13 @@ def _show_stacks(found: Environment, hello: Hello) -> None:
 
 
 def _first(what: str, *values: int | None) -> int:
-    """Return the first value that is not None; raise UsageError if it is not valid.
+    """Return the first of ``values`` that is not None.
 
-    :param what: join's argument that the value is for.
+    Raise UsageError if it is invalid.
+
+    :param what: join's argument that the value is for, for the error.
+    :param values: the argument, the environment's value, and the default, in this
+        order.
     """
     value = next(value for value in values if value is not None)
     return arguments.integer(f"join: {what}", value, least=int(what == "world_size"), most=RANKS_MAX)

@@ -24,7 +24,12 @@ class Drains:
     """The drains of one channel: its replicas that finish their work and get no new."""
 
     def __init__(self, context: ChannelContext, commits: Commits, rounds: LoadRounds, operations: Operations) -> None:
-        """Start without drains; the other parts tell which replicas are busy."""
+        """Start without drains.
+
+        :param context: gets the events.
+        :param commits: tells what a replica publishes or receives now.
+        :param rounds: tell what it loads. :param operations: tell what it runs.
+        """
         self._context = context
         self._commits, self._rounds, self._operations = commits, rounds, operations
         self._waiting: dict[tuple[str, int], int] = {}
@@ -52,12 +57,14 @@ class Drains:
             state.draining = False
 
     def joined(self, state: MemberState) -> None:
-        """Mark a rank that joins as draining if its generation is being ended."""
+        """Mark a rank that joins as draining if its generation is being ended
+        already."""
         member = state.member
         state.draining = state.hello.generation <= self._ending.get((member.group, member.replica), -1)
 
     def advance(self) -> None:
-        """Emit ReplicaIdle, once, for each draining replica that is no longer busy."""
+        """Queue the event ReplicaIdle, once, for each draining replica that is not busy
+        now."""
         for (group, replica), generation in list(self._waiting.items()):
             if not self.busy(group, replica):
                 del self._waiting[group, replica]
@@ -66,10 +73,8 @@ class Drains:
                     self._context.emit(ReplicaIdle(self._context.config.name, group, replica, newest))
 
     def busy(self, group: str, replica: int) -> Reason | None:
-        """Return what the replica still works on in this channel, as text.
-
-        None if idle.
-        """
+        """Return what the replica still works on in this channel, as text; None if it
+        is idle."""
         name = self._context.config.name
         states = self._context.roster.replica(group, replica)
         members = [state.member for state in states]

@@ -66,6 +66,12 @@ class RankOperations(Part):
     """
 
     def __init__(self, hub: Hub, lanes: SidecarLanes, broadcast: Callable[[wire.OperationGo], None]) -> None:
+        """Start without operations.
+
+        :param lanes: the process groups that run them.
+        :param broadcast: called on the session thread with each Go that broadcasts a
+            version, which is no operation of the user's.
+        """
         self._hub = hub
         self._broadcast = broadcast
         self._lanes = lanes
@@ -320,6 +326,8 @@ class RankOperations(Part):
 
     def _end_without_verdict(self, job: Job, error: errors.ReplicasError, text: str) -> None:
         """End a job with ``error``, or with OutcomeUnknown if it may have succeeded.
+
+        In that case keep its results for a later verdict.
 
         :param text: of the OutcomeUnknown.
         """

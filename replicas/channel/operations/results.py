@@ -236,6 +236,7 @@ class OperationAttempt:
     running: bool = True
 
     def __post_init__(self) -> None:
+        """Start the clock of the attempt's deadline."""
         self.deadline = time.monotonic() + self.go.deadline_s
 
 
@@ -267,6 +268,7 @@ class Job:
     timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
+        """Start the clock of the operation's deadline."""
         self.began = time.monotonic()
         self.deadline = self.began + self.deadline_s
 
@@ -289,6 +291,13 @@ class Unknown:
     """
 
     def __init__(self, hub: Hub, applied: Callable[[str], None], release: Callable[[Job], None]) -> None:
+        """Start without operations.
+
+        :param applied: called with the ref (the coordinator's id) of each kept
+            operation that has succeeded after all.
+        :param release: called with each job that is not kept now, so that its buffers
+            are freed. Both are called on the session thread.
+        """
         self._hub = hub
         self._applied = applied
         self._release = release

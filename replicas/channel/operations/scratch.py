@@ -37,6 +37,11 @@ class Scratch:
     """Pool of a few idle buffers on GPU ``device`` or in host memory. Thread-safe."""
 
     def __init__(self, name: str, device: str = "") -> None:
+        """Start without buffers; allocate nothing.
+
+        :param name: prefix of the names of the memory.
+        :param device: UUID of the GPU; "" for host memory.
+        """
         self._name = name
         self._device = device
         self._cap = KEPT_ON_DEVICE if device else KEPT

@@ -28,6 +28,11 @@ class Carriers(Part):
     """
 
     def __init__(self, hub: Hub, prepare: Callable[[], None]) -> None:
+        """Start no process before it is needed.
+
+        :param prepare: called instead of starting a carrier where versions go over
+            process groups; forks a spare sidecar.
+        """
         self._hub = hub
         self._prepare_lanes = prepare
         self._told: Carrier | None = None
@@ -79,7 +84,10 @@ class Carriers(Part):
         return carrier
 
     def _announce(self, carrier: Carrier) -> None:
-        """Send the carrier's port to the coordinator; have its end reported, too."""
+        """Send the carrier's port to the coordinator.
+
+        Have its end reported, too, when it dies.
+        """
         if carrier is not self._told:
             carrier.ends.append(partial(self._hub.call, self._ended, carrier))
         self._told = carrier

@@ -38,13 +38,17 @@ class FrameConnection(Protocol):
         """Time of the last received byte, by ``time.monotonic()``."""
 
     async def send(self, message: bytes, /) -> None:
-        """Send one frame."""
+        """Send one frame; wait while the connection takes no more bytes."""
 
     async def recv(self) -> str | bytes:
-        """Wait for the next frame, and return it; raise at the connection's end."""
+        """Wait for the next frame, and return it.
+
+        :raises OSError, websockets.exceptions.WebSocketException: the connection has
+            ended.
+        """
 
     async def close(self) -> None:
-        """Close the connection in order, with the closing handshake."""
+        """Close the connection in order: wait for the closing handshake."""
 
     def abort(self) -> None:
         """Drop the connection immediately, without a closing handshake."""
@@ -76,8 +80,11 @@ async def dial(
 ) -> FrameConnection:
     """Connect to the coordinator at ``endpoint``: by WebSocket, or within this process.
 
-    :param reached: called when TCP has connected, before the HTTP handshake.
+    It has no time limit of its own. The caller closes the connection.
+
     :param token: the join token.
+    :param reached: called on this event loop when TCP has connected, before the HTTP
+        handshake, so that the caller can allow more time.
     :param token_owners: numeric ids of the users of this machine who may own the port,
         and so see the token; None allows all.
     :returns: the open connection, before any message of the session.

@@ -72,6 +72,7 @@ class ToldVersions:
     """
 
     def __init__(self) -> None:
+        """Start without any version."""
         self.latest = 0
         self.latest_digest = ""
         self.assigned = self.adopted = self.unadopted = 0
@@ -115,6 +116,14 @@ class HeldVersions(ToldVersions):
     arena: Arena
 
     def __init__(self, name: str, call: Callable[..., None], on_drop: Callable[[int], None]) -> None:
+        """Start without memory; :meth:`open` makes the slots.
+
+        :param name: name of the channel.
+        :param call: runs a function, with arguments, on the session thread; any thread
+            may call it.
+        :param on_drop: called on the session thread with the number of each version
+            that has lost its slot to another.
+        """
         super().__init__()
         self._name = name
         self._call = call
@@ -127,9 +136,9 @@ class HeldVersions(ToldVersions):
         self._device = ""
 
     def open(self, slots: int, device: str = "") -> None:
-        """Make the arena: memory for ``slots`` versions, on GPU ``device`` or host.
+        """Make the arena: memory for ``slots`` versions, on a GPU or in host memory.
 
-        The memory is allocated when a slot (that of one version) is first filled.
+        The memory of a slot (one version) is allocated when the slot is first filled.
 
         :param device: UUID of the GPU; "" for host memory.
         """
@@ -185,7 +194,8 @@ class HeldVersions(ToldVersions):
         return self._facts.get(self.content(version), _Facts()).meta
 
     def describe(self, version: int) -> Described:
-        """Return digest, manifest hash, meta and device type of ``version``.
+        """Return digest, manifest hash, meta and device type of ``version``, as an
+        answer to send.
 
         The hashes are "" if the version is not held here.
         """
@@ -245,7 +255,10 @@ class HeldVersions(ToldVersions):
         return newest
 
     def release(self, version: int) -> None:
-        """Stop protecting ``version``, and free its slot, now or with its last pin."""
+        """Stop protecting ``version`` from eviction.
+
+        Free its slot, now or with its last pin.
+        """
         self.prepared.discard(version)
         self.publishing.discard(version)
         self.arena.release(version)
@@ -323,6 +336,11 @@ class Loans:
     """
 
     def __init__(self, after: Callable[[float, Callable[[], None]], asyncio.TimerHandle]) -> None:
+        """Start without loans; a timer runs only while something is lent.
+
+        :param after: called with seconds and a function; calls that on the session
+            thread when they have passed.
+        """
         self._after = after
         self._lent: dict[int, tuple[weakref.ref[Holder], Callable[[], object]]] = {}
         self._gone: deque[weakref.ref[Holder]] = deque()
@@ -336,8 +354,10 @@ class Loans:
 
         A loan is a resource of the channel that a user's thread uses, such as a slot.
 
-        :param take_back: called once: at :meth:`give_back`, or after ``holder`` was
+        :param holder: the user's thread keeps it; the loan ends when it is
             garbage-collected.
+        :param take_back: called once, on the session thread: at :meth:`give_back`, or
+            up to a second after ``holder`` was garbage-collected.
         """
         known = weakref.ref(holder, self._gone.append)  # C code: no signal handler runs in it
         self._lent[id(known)] = (known, take_back)  # by id: weak references compare as what they refer to
@@ -345,13 +365,19 @@ class Loans:
         return known
 
     def give_back(self, holder: Holder) -> None:
-        """End the loan of ``holder``, and run its ``take_back``; once only."""
+        """End the loan of ``holder`` by its ``take_back``.
+
+        Do nothing if it has ended.
+        """
         take_back = self._end(holder)
         if take_back is not None:
             take_back()
 
     def keep(self, holder: Holder) -> bool:
-        """End a loan without its ``take_back``; return False if there is none."""
+        """End a loan without its ``take_back``: the caller owns the resource now.
+
+        Return False, and do nothing, if ``holder`` has no loan.
+        """
         return self._end(holder) is not None
 
     def sweep(self) -> None:

@@ -131,6 +131,10 @@ class Hub:
 
     @property
     def arena(self) -> Arena:
+        """The slots (memory for versions) of this process.
+
+        Not before the first Welcome.
+        """
         return self.held_versions.arena
 
     @property
@@ -184,11 +188,11 @@ class Hub:
         return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s{text}", hint=hint)
 
     def pending(self, what: str) -> Promise[Any]:
-        """Make a Promise of ``what`` (a text), failed if the session thread ends."""
+        """Return a Promise of ``what`` (a text), failed if the session thread ends."""
         return Promise(f"{what} on {self.name}", self.loop.end)
 
     def tell(self, event: Callable[Concatenate[Any, _P], None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """Call a method of :class:`Part`, such as ``Part.paused``, of each part."""
+        """On the session thread: call a method of :class:`Part` on each part."""
         for part in self._parts:
             getattr(part, event.__name__)(*args, **kwargs)
 
@@ -284,7 +288,7 @@ class Hub:
         self.after(DOWN_S, self._report_long_outage, self.down_since)
 
     def session_over(self, error: errors.ReplicasError) -> None:
-        """End all parts with ``error``, and release all versions; only once."""
+        """End all parts with ``error``, and release all versions; once only."""
         if self.over is not None:
             return
         self.over = error  # first: parts that end must send nothing more
@@ -356,7 +360,7 @@ class Hub:
                 self.arena.released(message.version)
 
     async def _locate(self, beacons: tuple[wire.Beacon, ...], number: int) -> None:
-        """Find the first of ``beacons`` that is on this host; send its index, or -1.
+        """Send the index of the first of ``beacons`` that is on this host, or -1.
 
         :param number: of the question; nothing is sent if a newer one has come.
         """

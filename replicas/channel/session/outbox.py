@@ -10,6 +10,7 @@ class Outbox:
     """Keeps messages to a coordinator, numbered from 1, until they are acknowledged."""
 
     def __init__(self) -> None:
+        """Start empty; the first message gets number 1."""
         self._queue: deque[tuple[int, bytes]] = deque()
         self._numbered = self._sent = 0
         self.acked = 0
@@ -23,12 +24,13 @@ class Outbox:
         return self._sent == self._numbered
 
     def append(self, body: bytes) -> None:
-        """Number an encoded message and add it, unsent."""
+        """Give an encoded message the next number, and add it as unsent."""
         self._numbered += 1
         self._queue.append((self._numbered, body))
 
     def unsent(self) -> Iterator[tuple[int, bytes]]:
-        """Yield number and body of the unsent messages, which count as sent then."""
+        """Yield (number, body) of each unsent message, which counts as sent from then
+        on."""
         for number, body in list(self._queue):  # acks may shorten the queue between two yields
             if number > self._sent:
                 self._sent = number

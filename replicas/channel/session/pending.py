@@ -136,7 +136,7 @@ class Pending(Generic[T]):
     """
 
     def __init__(self, what: str, session_end: SessionEnd | None = None) -> None:
-        """Make a pending outcome; ``what`` is for texts; ``session_end`` fails it."""
+        """Start without an outcome; ``what`` is for texts; ``session_end`` fails it."""
         self._what = what
         self._session_end = session_end or SessionEnd()
         self._pid = os.getpid()
@@ -369,6 +369,7 @@ class Failures:
     """Failed operations whose callers have not waited: raised at a later call."""
 
     def __init__(self, name: str) -> None:
+        """Start without failures of the channel ``name``, which is for log lines."""
         self._name = name
         self._known: tuple[Promise[Any], ...] = ()
 

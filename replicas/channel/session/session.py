@@ -88,7 +88,8 @@ class SessionHandler(Protocol):
     def handle(self, message: wire.FromCoordinator) -> None:
         """Handle one message of the coordinator; each comes once, in order."""
 
-    def paused(self) -> None: ...  # this process was suspended: the next messages may be out of date
+    def paused(self) -> None:
+        """Handle a suspension of this process: the next messages may be out of date."""
 
     def disconnected(self, reason: str) -> None:
         """Note the loss of a connection; the session reconnects on its own."""
@@ -101,6 +102,7 @@ class _Over(Exception):
     """The session has ended for good."""
 
     def __init__(self, error: errors.ReplicasError) -> None:
+        """Store the error with which the session ends."""
         super().__init__(str(error))
         self.error = error
 
@@ -110,12 +112,7 @@ class _Fruitless(Exception):
 
 
 class Session:
-    """A member's session, which connects again after each loss until its end.
-
-    :param token: the join token, or a function that reads it for each connection, as it
-        may have been replaced.
-    :param token_owners: as in :func:`~replicas.channel.session.connection.dial`.
-    """
+    """A member's session, which connects again after each loss until its end."""
 
     def __init__(
         self,
@@ -127,6 +124,10 @@ class Session:
         *,
         token_owners: frozenset[int] | None = None,
     ) -> None:
+        """Store the arguments; connect nothing before :meth:`open`. ``token``: the join
+        token, or a function that reads it for each connection. ``handler``: the
+        channel, called on the session thread. ``token_owners``: users who may own the
+        port."""
         self._loop = loop
         self.endpoint = endpoint
         self._token = token if callable(token) else lambda: token
@@ -152,7 +153,14 @@ class Session:
     # ------------------------------------------- for the channel, on the session thread
 
     async def open(self, timeout_s: float) -> None:
-        """Connect and shake hands; start the task that keeps the session alive."""
+        """Connect and shake hands, or raise.
+
+        Then start the task that keeps the session alive.
+
+        :raises replicas.errors.Disconnected: no coordinator answered within
+            ``timeout_s``.
+        :raises replicas.errors.ReplicasError: the coordinator refuses the member.
+        """
         try:
             with say_if_slow(self._tell_wait, f"up to {timeout_s:g} s"):
                 async with asyncio.timeout(timeout_s):

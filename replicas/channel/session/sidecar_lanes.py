@@ -72,7 +72,10 @@ class SidecarLane:
             self.sidecar.kill()
 
     async def gone(self) -> bool:
-        """Kill the sidecar; return True once it is dead, False if not within 5 s."""
+        """Kill the sidecar, and wait for its death.
+
+        Return True if it is dead, or there was none; False if it lives after 5 s.
+        """
         self.end()
         return self.sidecar is None or await self.sidecar.wait_dead(DEATH_TIMEOUT_S)
 
@@ -109,6 +112,7 @@ class SidecarLanes(Part):
     """The lanes of this member, formed and dropped as the coordinator asks."""
 
     def __init__(self, hub: Hub) -> None:
+        """Start without lanes (process groups); fork nothing."""
         self._hub = hub
         self._lanes: dict[str, SidecarLane] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -119,7 +123,7 @@ class SidecarLanes(Part):
         return {LaneForm: self._form_asked, LaneDrop: self._drop}
 
     def get(self, name: str) -> SidecarLane:
-        """Return the lane (process group) ``name``, ready for use.
+        """Return the lane (process group) ``name``, whose sidecar was forked.
 
         :raises replicas.errors.Gone: it is not formed, or has ended.
         """
@@ -199,7 +203,10 @@ class SidecarLanes(Part):
             self._hub.send(LaneFailed(lane.name, as_wire_error(error, channel=self._hub.name, phase=phase), links))
 
     def _exited(self, lane: SidecarLane, reason: str) -> None:
-        """Kill the lane, and report it: its sidecar has exited for ``reason``."""
+        """Report that a lane's sidecar has exited, unless the lane has ended already.
+
+        :param reason: how the sidecar ended, as text.
+        """
         name = self._hub.member.name
         error = errors.SyncError(f"the helper process (sidecar) of {name} ended: {reason}", members=[name], hint="")
         self.failed(lane, error, phase="lane")
@@ -215,7 +222,10 @@ class SidecarLanes(Part):
             self._hub.send(LaneMoved(lane.name, moved.still_s, moved.rtt_s, moved.held_up))
 
     def _drop(self, message: LaneDrop) -> None:
-        """Kill the sidecar of a lane; a task waits for its death."""
+        """Kill the sidecar of the lane that the coordinator names.
+
+        A task waits for its death.
+        """
         lane = self._lanes.pop(message.lane, None)
         if lane is None:
             return

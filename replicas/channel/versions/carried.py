@@ -38,6 +38,15 @@ class Carried:
     def __init__(
         self, hub: Hub, carrier: Carrier, secret: bytes, part: int, memory: Buffer, nbytes: int, base: Buffer | None
     ) -> None:
+        """Store the arguments; the carrier is told by :meth:`serve` or :meth:`pull`.
+
+        :param carrier: this process's transfer server.
+        :param secret: of the attempt, which both ends know.
+        :param part: number of the part; -1 for the whole version.
+        :param memory: ends with the part's ``nbytes`` bytes.
+        :param base: ends with as many bytes of an older version, for deltas; None: no
+            deltas.
+        """
         self.part, self.memory = part, memory
         self._base = None if base is None else (base, (base.nbytes - nbytes, nbytes))
         self._carrier, self._secret = carrier, secret
@@ -54,14 +63,18 @@ class Carried:
     def serve(self, filled: int, regions: Sequence[tuple[int, int, int]] = ()) -> None:
         """Have the carrier serve the first ``filled`` bytes to members with the secret.
 
-        :param regions: offsets and sizes of elements in the memory, for deltas.
+        It does not wait. :meth:`filled` raises the number, and :meth:`end` ends it.
+
+        :param regions: (start, end, bytes of an element) of ranges of the memory, for
+            deltas.
         """
         self._carrier.serve(*self._lent, filled, self._base, regions, encrypt=self._encrypt)
 
     async def drop_base(self) -> bool:
-        """Have the carrier unmap the base, to which deltas are computed.
+        """Have the carrier unmap the base, the older version to which deltas are
+        computed.
 
-        Waits for it. Returns False if the carrier may still use the memory.
+        Wait for that; return False if the carrier may still use the memory.
         """
         return await self._is_unmapped(self._carrier.drop_base(self._number))
 
@@ -89,9 +102,10 @@ class Carried:
             self._carrier.receivers.pop(self._number, None)
 
     async def end(self) -> bool:
-        """Have the carrier unmap the memory; return False if it may still use it.
+        """Have the carrier unmap the memory, and wait for that.
 
-        Closes the memory then, if it is a scratch buffer.
+        Return True if it has, and close the memory if it is a scratch buffer. Return
+        False if the carrier may still use the memory, which then must not be reused.
         """
         ended = await self._is_unmapped(self._carrier.withdraw(self._number, "the transfer is over"))
         if ended and self.scratch:
@@ -135,7 +149,9 @@ class Transfer:
     async def is_filled(self, hub: Hub, slot: Slot) -> bool:
         """Wait until ``slot`` is complete, up to the offer's deadline.
 
-        :returns: False if it is late, or the transfer was withdrawn.
+        Return True then.
+
+        Return False if it is late, or the transfer was withdrawn.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.offer.deadline_s):
@@ -158,9 +174,12 @@ class Transfer:
         return carried
 
     async def end_carried(self, arena: Arena) -> bool:
-        """Have the carrier release all memory; return False if it may still use some.
+        """Have the carrier unmap all memory of the transfer, and unpin the base.
 
-        Then the slot must not be reused.
+        Wait for that.
+
+        Return False if the carrier may still use some: then the slot must not be
+        reused.
         """
         ended = all([await carried.end() for carried in self.carried])
         if ended:
@@ -201,13 +220,18 @@ class Transfer:
             copied.close()
 
     async def drop_base(self, arena: Arena) -> None:
-        """Have the carrier stop making deltas; unpin the base once it is unmapped."""
+        """Have the carrier stop making deltas; unpin the base once it is unmapped.
+
+        If it cannot be unmapped, it stays pinned.
+        """
         if all([await carried.drop_base() for carried in self.carried]):
             self.unpin_base(arena)
 
 
 async def scratch_memory(hub: Hub, version: int, nbytes: int) -> Buffer:
     """Allocate host memory, on another thread, for bytes that do not travel in slots.
+
+    The caller closes the buffer.
 
     :param version: for the name of the memory.
     :raises replicas.errors.NoCapacity: there is no memory.

@@ -79,6 +79,7 @@ class PublishJob:
     timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self, channel: str, session_end: SessionEnd | None) -> None:
+        """Start the clock of the deadline; make the two Promises, not ended yet."""
         self.began = time.monotonic()
         self.deadline = self.began + self.deadline_s
         self.meta: Meta = {} if callable(self.asked_meta) else self.asked_meta
@@ -105,7 +106,7 @@ class PublishJob:
 
     @property
     def announced(self) -> bool:
-        """True if the coordinator knows that this publish is packed, or will not be."""
+        """True if the coordinator was told that it is packed here, or has failed."""
         return self.streaming or self.unsettled or self.state in ("told", "failed")
 
     @property
@@ -170,6 +171,7 @@ class CopiesUnderWay:
     """GPU copies that have not ended. Without a lock: interrupts could keep it."""
 
     def __init__(self) -> None:
+        """Start without copies."""
         self._copies: dict[int, DeviceCopies] = {}
 
     def add(self, copies: DeviceCopies) -> None:
@@ -205,6 +207,9 @@ class Filling:
         streaming: Callable[[PublishJob, PartManifest, str], None],
         grown: Callable[[PublishJob, int], None],
     ) -> None:
+        """``streaming(job, manifest, device type)``: called on the session thread
+        before a slot is filled that may be sent meanwhile; ``grown(job, nbytes)``: as
+        it is filled."""
         self.last: PartManifest | None = None
         self.copies = CopiesUnderWay()
         self._hub = hub

@@ -57,6 +57,12 @@ class Loads:
     """
 
     def __init__(self, hub: Hub, score: Score, on_touch: Callable[[], None]) -> None:
+        """Start without reports.
+
+        :param score: reports scores of a version, by name; for :meth:`Update.report`.
+        :param on_touch: called on the caller's thread when the caller begins to use an
+            update: it must drop all references to the update.
+        """
         self._hub, self.score = hub, score
         self._on_touch = on_touch
         self.refused = self._in_hand = 0
@@ -89,7 +95,8 @@ class Loads:
         return pending
 
     def touched(self, version: int) -> None:
-        """Note that the caller uses an update; drop the references to it here.
+        """Caller's thread: drop the references to an update, as its caller begins to
+        use it.
 
         Only the caller then keeps the update, so that its loss is noticed.
         """
@@ -97,10 +104,13 @@ class Loads:
         self._on_touch()
 
     def loaded(self, version: int, load_s: float, base: Base | None) -> None:
-        """Record that this rank serves ``version`` now; send Loaded.
+        """Caller's thread: record that this rank serves ``version`` now.
+
+        Have Loaded sent.
 
         :param load_s: seconds of the load.
-        :param base: the loaded version's memory, kept to find later changes; or None.
+        :param base: the loaded version's memory, to find later changes; None: there is
+            none.
         :raises replicas.errors.ReplicasError: the error that ended the channel.
         """
         if self._hub.over is not None:
@@ -109,8 +119,11 @@ class Loads:
         self._hub.call(self._report, Loaded(version, load_s))
 
     def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None:
-        """Record that this rank serves no whole version; send LoadFailed.
+        """Caller's thread: record that this rank serves no whole version.
 
+        Have LoadFailed sent.
+
+        :param error: why; sent as text.
         :param kept: the rank loaded nothing, and still serves its last version.
         """
         if not kept:
@@ -118,7 +131,10 @@ class Loads:
         self._hub.call(self._report, LoadFailed(version, self._as_wire(version, error), kept))
 
     def _as_wire(self, version: int, error: BaseException) -> WireError:
-        """Caller's thread (the exception's text may run code): convert an error."""
+        """Convert the error of a load for a message.
+
+        On the caller's thread, as the text of a foreign exception may run code.
+        """
         if isinstance(error, errors.ReplicasError):
             return WireError.of(error)
         text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {text_of(error)}"
@@ -133,7 +149,7 @@ class Loads:
 
     @property
     def base(self) -> Base | None:
-        """The version loaded last; None without one, or after a failed load.
+        """The version that this rank loaded last, and serves; None without one.
 
         Changes of the next version are computed against it.
         """
@@ -217,6 +233,9 @@ class Loads:
         self._hub.send(message)
 
     def unpin(self, holder: Holder, slot: Slot) -> None:
-        """Unpin an update's slot and end its loan, once."""
+        """Session thread: unpin an update's slot and end its loan.
+
+        Do nothing the second time.
+        """
         if self._hub.loans.keep(holder):
             self._hub.arena.unpin(slot)

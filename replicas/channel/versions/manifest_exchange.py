@@ -28,6 +28,11 @@ class ManifestExchange(Part):
     """
 
     def __init__(self, hub: Hub, published: Callable[[str], bytes | None]) -> None:
+        """Start without manifests.
+
+        :param published: called with the hash of a manifest, on the session thread;
+            returns the encoded manifest if an open publish here has it, or None.
+        """
         self._hub = hub
         self._published = published
         self._encoded: Cache[bytes] = Cache()
@@ -89,7 +94,8 @@ class ManifestExchange(Part):
         return known
 
     def _asked(self, ask: wire.ManifestAsk) -> None:
-        """Send the pieces that ``ask`` wants, or an empty one if unknown here."""
+        """Send the pieces that the coordinator asks for, or an empty one if unknown
+        here."""
         for piece in pieces(ask, self._own(ask.manifest_hash)):
             self._hub.send(piece)
 

@@ -31,17 +31,21 @@ class VersionOrders(Part):
     """Sends this rank's orders, and ends their waits."""
 
     def __init__(self, hub: Hub) -> None:
+        """Start without orders."""
         self._hub = hub
         self._numbers = itertools.count(1)
         self._open: dict[int, tuple[Promise[Steered], asyncio.TimerHandle]] = {}
 
     def ask(self, kind: type[VersionOrder], deadline: float | None, **fields: Any) -> Pending[Steered]:
-        """Send an order to the coordinator; return a Pending of its answer.
+        """Any thread: have an order sent to the coordinator.
+
+        Return a Pending of its answer.
 
         :param kind: class of the order, such as ``orders.Promote``.
-        :param deadline: seconds; None: the channel's.
+        :param deadline: seconds until the Pending fails as OutcomeUnknown; None: the
+            channel's.
         :param fields: the fields of the order.
-        :raises replicas.errors.UsageError: a field is wrong.
+        :raises replicas.errors.UsageError: a field is wrong; nothing is sent.
         """
         what = kind.__name__.lower()
         texts = {name: arguments.text(f"{what}: {name}", one) for name, one in fields.items() if isinstance(one, str)}
@@ -78,7 +82,12 @@ class VersionOrders(Part):
     session_down = fail_all
 
     def _send(self, order: VersionOrder, pending: Promise[Steered], limit_s: float) -> None:
-        """Session thread: number and send an order, and start its timer."""
+        """Session thread: number and send an order; start its timer.
+
+        If the session is over, fail ``pending`` instead.
+
+        :param limit_s: seconds until ``pending`` fails as OutcomeUnknown.
+        """
         if self._hub.over is not None:
             pending.fail(self._hub.over)
             return
@@ -92,9 +101,11 @@ class VersionOrders(Part):
         return self._hub.error(errors.OutcomeUnknown, text, hint="`replicas versions` or channel.versions shows it")
 
     def read(self, version: int, pending: Promise[Update]) -> None:
-        """Resolve ``pending`` with an update of a version held here, or fail it.
+        """Session thread: resolve ``pending`` with an update of a version that is held
+        here.
 
-        The update keeps the version's slot in use, and reports no load.
+        It fails with Gone if the version is not. The update keeps the version's slot in
+        use, and reports no load.
         """
         hub, held = self._hub, self._hub.held_versions
         slot = None if hub.over is not None else held.find_pinned(version)
@@ -133,11 +144,14 @@ class _Reader(Loads):
         """Return False: updates that are only read wait for no other target."""
         return False
 
-    def touched(self, version: int) -> None: ...
+    def touched(self, version: int) -> None:
+        """Do nothing: no reference to the update is kept here."""
 
-    def loaded(self, version: int, load_s: float, base: Base | None) -> None: ...
+    def loaded(self, version: int, load_s: float, base: Base | None) -> None:
+        """Report nothing: the version is only read, not served."""
 
-    def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None: ...
+    def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None:
+        """Report nothing: the version is only read, not served."""
 
 
 class Lease:
@@ -148,6 +162,10 @@ class Lease:
     """
 
     def __init__(self, order: Pending[Steered], release: Callable[[str], Pending[Steered]]) -> None:
+        """Store the arguments; the order is on its way already.
+
+        :param order: of the lease. :param release: ends the lease of a name.
+        """
         self._order, self._release = order, release
 
     def wait(self, timeout: float | None = None) -> Steered:
@@ -200,6 +218,10 @@ class Versions:
     """
 
     def __init__(self, hub: Hub, sent: VersionOrders) -> None:
+        """Store the arguments; send nothing.
+
+        :param sent: sends the orders.
+        """
         self._hub, self._sent = hub, sent
 
     def __repr__(self) -> str:

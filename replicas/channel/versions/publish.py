@@ -49,6 +49,7 @@ class Publisher(Part):
     """Publishes this rank's weights, one version after another."""
 
     def __init__(self, hub: Hub) -> None:
+        """Start without publishes; allocate nothing."""
         self._hub = hub
         self._jobs: dict[int, PublishJob] = {}
         self._walking: PublishJob | None = None
@@ -71,11 +72,9 @@ class Publisher(Part):
         return job.pending
 
     def _walk(self, job: PublishJob, feed: Feed) -> None:
-        """Copy the weights; after an error of ours iterate to the end, then raise.
-
-        The other ranks' gathers need that. The error raised is the replica's common
-        verdict; the user's own exception passes unchanged.
-        """
+        """Copy the weights; after an error of ours iterate to the end, then raise: the
+        other ranks' gathers need that. The error raised is the replica's common
+        verdict; the user's own exception passes unchanged."""
         try:
             self.copies.fence()
             self._fill(job, feed)
@@ -237,7 +236,8 @@ class Publisher(Part):
             self._ready(job)
 
     async def _result_of(self, future: Future[_T]) -> _T:
-        """Wait for work of other threads; a cancelled wait does not cancel it."""
+        """Await work of other threads, return its result; cancelling does not stop
+        it."""
         ended: Promise[Future[_T]] = self._hub.pending("a copy")
         future.add_done_callback(ended.resolve)
         return (await ended).result()

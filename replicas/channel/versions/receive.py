@@ -55,6 +55,10 @@ class Receiver(Part):
     """Gets committed versions for this rank, one :class:`Update` at a time."""
 
     def __init__(self, hub: Hub, score: Score) -> None:
+        """Start without an ask.
+
+        :param score: reports scores of a version, for :meth:`Update.report`.
+        """
         self._hub = hub
         self._lock = threading.Lock()
         self._pending: Promise[Update] | None = None
@@ -103,7 +107,12 @@ class Receiver(Part):
         return self._update() if self._update is not None else None
 
     def _take_back(self, pending: Promise[Update]) -> bool:
-        """End the update in ``pending`` that no caller has seen; False if none."""
+        """Take an update that no caller has seen out of ``pending``, and end the
+        update.
+
+        Return True if ``pending`` is open again; False, and do nothing, without such an
+        update.
+        """
         update = self._delivered()
         if update is None or not pending.take_back():
             return False
@@ -309,6 +318,7 @@ class Watches(Part):
     """
 
     def __init__(self, hub: Hub) -> None:
+        """Start without waits."""
         self._hub = hub
         self._watches: set[_Watch] = set()
         self._told: WatchLoaded | None = None

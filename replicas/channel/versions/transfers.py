@@ -58,6 +58,12 @@ KEPT_FILLED = 8
 
 class Transfers(Part):
     def __init__(self, hub: Hub, lanes: SidecarLanes, carriers: Carriers, manifests: ManifestExchange) -> None:
+        """Start without transfers.
+
+        :param lanes: run broadcasts. :param carriers: give the process that serves and
+            pulls.
+        :param manifests: gets the manifests of offered versions.
+        """
         self._hub = hub
         self._lanes = lanes
         self._carriers = carriers

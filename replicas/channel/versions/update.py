@@ -55,6 +55,7 @@ class Update:
     """
 
     def __init__(self, owner: Loads, slot: Slot, version: int, meta: Meta, digest: str = "") -> None:
+        """Take over a pinned slot; ``owner`` gets the reports, and unpins the slot."""
         manifest = slot.image
         if manifest is None:
             raise errors.InternalError(f"version {version} is not a whole image here", version=version)
@@ -138,7 +139,7 @@ class Update:
         return True
 
     def _withdraw(self) -> bool:
-        """Under the lock: mark as replaced; return False if touched or over."""
+        """Under the lock: end an untouched update; return False if touched or over."""
         if self.touched or self._over:
             return False
         self._outcome = "replaced by a newer version"
@@ -258,9 +259,8 @@ class Update:
         whole if more than an eighth of its elements has changed. All come whole if
         there is no base, or its memory was reused for a later version (with two
         ``slots`` it lasts until the next publish, and with more for longer); if names,
-        dtypes or shapes differ; or with ``staging = "device"``.
-
-        Whole tensors are as those of iterating, positions and values private copies.
+        dtypes or shapes differ; or with ``staging = "device"``. Whole tensors are as
+        those of iterating, positions and values private copies.
 
         :raises replicas.errors.NoCapacity: as of iterating.
         :raises replicas.errors.UsageError: the update has ended.
@@ -415,7 +415,7 @@ class Update:
         return True
 
     def _touch(self) -> Slot:
-        """Under the lock: mark the update as used; return its slot or raise."""
+        """Under the lock: mark the update as used, return its slot; raise if ended."""
         self._check_process()
         slot = self._slot
         if slot is None or self._over:

@@ -291,7 +291,8 @@ def with_commit(effects: Iterable[Effect], version: int, seconds: float) -> Iter
     """
 
     def longer(ended: ReceiptData | SyncRecord) -> Any:
-        """Return a copy with ``seconds`` added, and as its phase "commit"."""
+        """Return a copy whose time is ``seconds`` longer, also shown as its phase
+        ``commit``."""
         phases = ended.phases | {"commit": seconds}
         return msgspec.structs.replace(ended, seconds=ended.seconds + seconds, phases=phases)
 

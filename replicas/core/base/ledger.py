@@ -121,6 +121,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
+        """Start without versions, as on a new channel."""
         self.newest = 0
         self.versions: dict[int, Version] = {}
         self.labels: dict[str, int] = {}
@@ -135,7 +136,10 @@ class Ledger:
         return self.versions[self.newest].digest if self.newest else ""
 
     def learn_digest(self, digest: str) -> None:
-        """Set the digest of the newest version, which was unknown at its commit."""
+        """Set the digest of the newest version, which was unknown at its commit.
+
+        Write nothing.
+        """
         self.versions[self.newest].digest = digest
 
     def content(self, version: int) -> int:
@@ -167,6 +171,8 @@ class Ledger:
 
     def apply(self, decision: Decision) -> None:
         """Change versions, labels, leases and scores as one decision says.
+
+        Write nothing to disk.
 
         A rejection or a score of an unknown version changes nothing but is counted.
         """
@@ -216,9 +222,9 @@ class Ledger:
             self.soaking = None
 
     def _judge(self, version: Version, decision: Decision) -> None:
-        """Store the rejection or the score that ``decision`` is about in ``version``.
+        """Store in ``version`` the rejection or the score that ``decision`` is about.
 
-        A rejected candidate is the candidate no longer.
+        If the candidate is rejected, there is no candidate then.
         """
         if decision.kind == "score":
             version.scores[decision.name] = Score(decision.value, max(1, decision.count))

@@ -215,7 +215,7 @@ class Manifest(AnyManifest, frozen=True, dict=True):
     parts: tuple[tuple[Piece, ...], ...] | None = None
 
     def validate(self) -> None:
-        """Check tensors and pieces, and that the parts cover each tensor once."""
+        """Raise ManifestMismatch unless the parts cover each valid tensor once."""
         super().validate()
         if self.parts is not None:
             for piece in (piece for part in self.parts for piece in part):

@@ -114,10 +114,11 @@ ASKED_ACTIONS: Mapping[tuple[Asked, Request], tuple[AskedAction, ...]] = {
 
 
 def request_of(reason: RestartReason) -> Request:
-    """Return the request to a replica, an event of :data:`ASKED`, for such a restart.
+    """Return the request (an event of :data:`ASKED`) that a restart for this reason
+    makes.
 
-    ``restart`` costs nothing; ``replace`` neither, but does not excuse a fault;
-    ``fault`` is judged by the restart rules.
+    ``restart`` costs the group's budget nothing; ``replace`` neither, but does not
+    excuse a fault; ``fault`` is judged by the restart rules.
     """
     if reason == "requested":
         return "restart"

@@ -34,10 +34,10 @@ LAST_S = 3.0
 
 
 def local_patience_s(adopt_s: float) -> float:
-    """Return for how many seconds the supervisor's shims run without their agent.
+    """Return for how many seconds a shim may run on while its agent does not answer.
 
     Only on the supervisor's own machine. That is longer than a living supervisor takes
-    to replace a frozen agent, and no shorter than they must outlive a dead one.
+    to replace a frozen agent, and no shorter than shims must outlive a dead supervisor.
 
     :param adopt_s: seconds in which another supervisor may take over; 0 for none.
     """
@@ -45,10 +45,11 @@ def local_patience_s(adopt_s: float) -> float:
 
 
 def outlives_s(adopt_s: float) -> float:
-    """Return the seconds that processes of the supervisor's machine may outlive it.
+    """Return the most seconds that processes on a supervisor's machine run after its
+    death.
 
-    Return 0 without adoption: they hold the run's lock, and are gone when another
-    process has it.
+    Return 0 if no other supervisor may take over: then another run cannot begin before
+    they are gone, as they hold the run's lock.
 
     :param adopt_s: seconds in which another supervisor may take over; 0 for none.
     """
@@ -56,8 +57,11 @@ def outlives_s(adopt_s: float) -> float:
 
 
 def lost_after_s(lease_s: float) -> float:
-    """Return the seconds after a node's last beat when replicas may start elsewhere.
+    """Return after how many seconds without a beat (a message) of a node its lease is
+    over.
 
-    A beat is the regular message of a node's agent.
+    Its replicas may then start elsewhere, as all processes on it have ended.
+
+    :param lease_s: how long its agent goes on after the last acknowledged beat.
     """
     return lease_s + END_S + MARGIN_S

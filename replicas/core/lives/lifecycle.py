@@ -129,15 +129,17 @@ REPLICA: Table[ReplicaState, ReplicaEvent] = Table(
 def after_exit(
     *, ok: bool, policy: Literal["always", "on-failure", "never"], granted: bool, requested: bool = False
 ) -> ReplicaEvent:
-    """Return the event of a replica for a generation whose last process is gone.
+    """Return the event for a replica of which the last process of a generation has
+    ended.
 
     That is RETRY (another generation follows), FINISHED or GIVE_UP. It is not for an
-    end by ``STOP``, of which the event is ``STOPPED``.
+    end by ``STOP``, whose event is ``STOPPED``. It changes nothing.
 
     :param ok: every rank exited with code 0, without a request.
     :param policy: the group's restart policy.
     :param granted: :class:`~replicas.core.lives.restarts.Restarts` allow a restart.
-    :param requested: it is a restart of :data:`FREE_REASONS`, which is always granted.
+    :param requested: the end was asked for, by a restart of :data:`FREE_REASONS`: such
+        a restart is always granted.
     """
     if requested:
         return ReplicaEvent.RETRY
@@ -177,7 +179,11 @@ class Lifecycle:
     """A replica's state, with the times and counters that its status shows."""
 
     def __init__(self, group: str, replica: int, *, now: float) -> None:
-        """Start as ``pending``, before the first generation."""
+        """Start as ``pending``, before the first generation; start no process.
+
+        :param group: its name. :param replica: index of the replica in the group.
+        :param now: the time, by any one monotonic clock, of which all later times are.
+        """
         self.group = group
         self.replica = replica
         self.state: ReplicaState = "pending"
@@ -191,7 +197,7 @@ class Lifecycle:
 
     @property
     def name(self) -> str:
-        """``group/replica``."""
+        """Name of the replica, as ``group/replica``."""
         return f"{self.group}/{self.replica}"
 
     @property
@@ -201,36 +207,45 @@ class Lifecycle:
 
     @property
     def settled(self) -> bool:
-        """True if the replica rests (failed, finished, drained) until a request."""
+        """True if the replica is failed, finished or drained: only a request can start
+        it."""
         return self.state in SETTLED
 
     def state_age_s(self, now: float) -> float:
-        """Return the seconds since the state began."""
+        """Return for how many seconds the replica has been in its present state."""
         return max(0.0, now - self.since)
 
     def starting_s(self, now: float) -> float:
-        """Return the seconds since the present processes were started or adopted."""
+        """Return how many seconds ago the present processes were started or adopted."""
         return max(0.0, now - self._started_at)
 
     def restore(self, state: Literal["finished", "failed"], reason: str) -> None:
-        """Set a settled state, and its reason, that an earlier supervisor has saved."""
+        """Set the state and its reason, as an earlier supervisor has saved them.
+
+        :param reason: one line for people.
+        """
         self.state, self.reason = state, reason
 
     def launched(self, now: float) -> None:
-        """Restart the clock of :meth:`starting_s`: processes are started only now."""
+        """Let :meth:`starting_s` count from ``now``, when the processes are really
+        started."""
         self._started_at = now
 
     def skip_pause(self, pause_s: float) -> None:
-        """Do not count ``pause_s`` as starting time: the supervisor did not run."""
+        """Leave ``pause_s`` seconds, in which the supervisor was suspended, out of the
+        start's."""
         self._started_at += pause_s
 
     def apply(
         self, event: ReplicaEvent, *, now: float, reason: str = "", restart_reason: _Why = None, seconds: float = 0.0
     ) -> Transition:
-        """Change the state by the table :data:`REPLICA`, and return the transition.
+        """Change the state by the table :data:`REPLICA`, and return the transition to
+        report.
 
-        Update the counters of generations and restarts, and the times, that go with it.
+        Update the numbers of generations and restarts, and the times. Start and end
+        nothing.
 
+        :param now: when the event happened.
         :param reason: one line for people, kept until the next step that has a reason
             or makes the replica ready.
         :param restart_reason: with ``RETRY``, the reason counted in :attr:`restarts`.

@@ -66,14 +66,19 @@ class NodeLife:
     def __init__(self, now: float, *, leased: bool) -> None:
         """Start as ``away`` and ``open``, with silence counted from ``now``.
 
-        :param leased: whether silence alone makes the node away and lost.
+        Open no connection.
+
+        :param now: the time, by any one monotonic clock, of which all later times are.
+        :param leased: whether silence alone makes the node away, and then lost.
         """
         self.state: NodeState = "away"
         self.duty: Duty = "open"
         self.leased, self.heard_at, self.lease_s = leased, now, 0.0
 
     def step(self, event: NodeEvent) -> bool:
-        """Change the state by :data:`NODE`; return True if it is another one now.
+        """Change the connection's state by :data:`NODE`.
+
+        Return True if it is another one now.
 
         :raises replicas.common.table.InvalidStep: ``event`` cannot happen in this
             state.
@@ -82,16 +87,18 @@ class NodeLife:
         return self.state != before
 
     def ask(self, event: DutyEvent) -> None:
-        """Change the duty, whether the node takes new replicas, by :data:`DUTY`.
+        """Change the node's duty, whether it takes new replicas, by :data:`DUTY`.
 
         :raises replicas.common.table.InvalidStep: ``event`` cannot happen in this duty.
         """
         self.duty = DUTY.next(self.duty, event)
 
     def heard(self, now: float) -> bool:
-        """Note the time of a message of the node's agent.
+        """Record that a message of the node's agent has come: silence counts from
+        ``now``.
 
-        Return True if the node was away: it is up from now on.
+        Return True if the node was away; the message makes it up again. A lost node
+        stays lost.
         """
         self.heard_at = now
         return self.state == "away" and self.step("heard")
@@ -99,7 +106,8 @@ class NodeLife:
     def due_event(self, now: float) -> Literal["", "silent", "lease_over"]:
         """Return the event that the agent's silence causes now, or "" for none.
 
-        It changes nothing: the caller passes the event to :meth:`step`.
+        It changes nothing: the caller passes the event to :meth:`step`. Without
+        ``leased`` silence causes none.
         """
         silent_s = now - self.heard_at
         if self.leased and self.state == "up" and silent_s > SILENT_S:
@@ -110,7 +118,8 @@ class NodeLife:
 
     @property
     def takes_replicas(self) -> bool:
-        """True if the node is up, and its duty is open."""
+        """True if the node is up and its duty is open, so that replicas may be placed
+        on it."""
         return self.state == "up" and self.duty == "open"
 
     @property

@@ -13,10 +13,10 @@ OVER: frozenset[ReplicaState] = frozenset({"failed", "finished"})
 
 
 def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
-    """Return group names by level: each depends on groups of earlier levels only.
+    """Return the groups' names by level: each depends only on groups of earlier levels.
 
-    Groups start in this order, and end in reverse. A dependency on a missing group (a
-    reload has removed it) is ignored.
+    The caller starts groups in this order, and ends them in reverse. A dependency on a
+    missing group (a reload has removed it) is ignored.
 
     :raises replicas.errors.UsageError: the dependencies have a cycle.
     """
@@ -36,9 +36,11 @@ def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
 
 
 def needed_replicas(min_ready: int | None, replicas: int) -> int:
-    """Return how many of ``replicas`` must be ready or finished.
+    """Return how many replicas of a group must be ready or finished to be enough.
 
-    That is ``min_ready``, but at most ``replicas``; None means all.
+    :param min_ready: the configured number, of which at most ``replicas`` count; None:
+        all.
+    :param replicas: the size of the group.
     """
     return replicas if min_ready is None else min(min_ready, replicas)
 
@@ -67,7 +69,9 @@ def is_done(states: Sequence[ReplicaState], min_ready: int | None = None) -> boo
 def is_over(states: Sequence[ReplicaState]) -> bool:
     """Return True if all of a group's replicas (one at least) have finished or failed.
 
-    A drained replica may still be restarted by an operator.
+    A drained replica counts as neither: an operator may still restart it.
+
+    :param states: of all replicas of the group.
     """
     return bool(states) and OVER.issuperset(states)
 
@@ -86,9 +90,11 @@ def least_left(config: Config, group: GroupConfig) -> int:
 
 
 def is_lost(states: Sequence[ReplicaState], least: int) -> bool:
-    """Return True if so many replicas have failed that fewer than ``least`` are left.
+    """Return True if so many replicas have failed that fewer than ``least`` can still
+    run.
 
     :param states: of all replicas of the group.
+    :param least: how many must be left, as of :func:`least_left`; with 0 never True.
     """
     return len(states) - states.count("failed") < min(least, len(states))
 
@@ -96,7 +102,10 @@ def is_lost(states: Sequence[ReplicaState], least: int) -> bool:
 def unmet(
     group: GroupConfig, needed: Mapping[str, int | None], states: Mapping[str, Sequence[ReplicaState]]
 ) -> list[str]:
-    """Return the dependencies, as in the config, that keep ``group`` from starting.
+    """Return the dependencies that keep ``group`` from starting, as the config writes
+    them.
+
+    Return [] if it may start.
 
     :param needed: for every group, how many replicas must be ready or done; None: all.
     :param states: of every group's replicas.

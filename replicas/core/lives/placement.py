@@ -58,9 +58,10 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     per_node: int | None = None
 
     def accepts(self, offer: Offer) -> bool:
-        """Return True if the node has the required labels and CPUs.
+        """Return True if a node may take a part at all: it has the labels and enough
+        CPUs.
 
-        GPUs and memory, which others may use, are not looked at.
+        GPUs and memory, which other parts may use now, are not looked at.
         """
         return self.has_labels(offer) and self.has_cpus(offer)
 
@@ -86,10 +87,10 @@ class _Room:
     """Free resources of one node."""
 
     def __init__(self, offer: Offer, taken: Sequence[Share], group: str) -> None:
-        """Subtract what others use from a node's offer.
+        """Compute what is left of a node's offer when others have taken their shares.
 
-        :param taken: shares of others on this node.
-        :param group: the group whose parts are counted.
+        :param taken: shares of parts that run on this node.
+        :param group: the group whose parts are counted, for ``per_node``.
         """
         used = {gpu for share in taken for gpu in share.gpus}
         self.offer = offer
@@ -103,7 +104,11 @@ class _Room:
         return enough and (need.per_node is None or self.parts < need.per_node)
 
     def give(self, need: Need) -> Share:
-        """Take the resources of one part from this room, and return them as a share."""
+        """Subtract the resources of one part from this room, and return them as a
+        share.
+
+        The caller has checked :meth:`fits`.
+        """
         gpus, self.gpus = self.gpus[: need.gpus], self.gpus[need.gpus :]
         memory_nbytes = need.memory_nbytes or 0
         self.memory_nbytes -= memory_nbytes
@@ -112,12 +117,14 @@ class _Room:
 
 
 def place(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> tuple[Share, ...] | str:
-    """Return a share for each part of a replica, or a text of what is missing.
+    """Choose nodes for all parts of a replica: return a share of a node for each part.
 
-    It reserves nothing: the caller adds the shares to ``taken`` of later calls.
+    Return instead a text of what is missing if they do not fit. Nothing is reserved:
+    the caller adds the shares to ``taken`` of later calls.
 
-    :param offers: the nodes, in order of preference.
-    :param taken: shares of other replicas.
+    :param need: how many parts there are, and what each of them needs.
+    :param offers: the nodes, in order of preference; only those that are open are used.
+    :param taken: shares that other replicas have.
     """
     fitting = [offer for offer in offers if offer.open and need.accepts(offer)]
     rooms = [_Room(one, [share for share in taken if share.node == one.node], need.group) for one in fitting]
@@ -133,9 +140,9 @@ def place(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> tuple[
 
 
 def _missing(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> str:
-    """Return what the nodes lack for the replica, as text: "2 GPUs (1 free)".
+    """Return what the nodes lack for the replica, as text, such as "2 GPUs (1 free)".
 
-    :param taken: shares of other replicas.
+    :param taken: shares that other replicas have.
     """
     if not offers:
         return "a node: no agent has joined"
@@ -157,10 +164,10 @@ def _missing(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> str
 
 
 def _wanted(need: Need, rooms: Sequence[_Room], *, named: bool) -> list[str]:
-    """Return what these nodes lack for the replica, one text for each resource.
+    """Return texts of what these nodes lack for the replica, one for each resource.
 
     :param rooms: the free resources of the nodes that have the labels and CPUs.
-    :param named: name the nodes in the texts.
+    :param named: whether the texts name the nodes.
     """
     wanted = []
     if need.per_node is not None and sum(max(0, need.per_node - room.parts) for room in rooms) < need.parts:

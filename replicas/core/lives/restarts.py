@@ -33,7 +33,10 @@ _ALL = 0
 
 
 def wants_restart(config: RestartConfig, *, ok: bool) -> bool:
-    """Return True if the group's policy restarts a replica that has ended.
+    """Return True if the group's policy restarts a replica whose generation has ended
+    so.
+
+    The budget is not looked at.
 
     :param ok: every rank exited with code 0.
     """
@@ -59,8 +62,9 @@ class Restarts:
     """
 
     def __init__(self, config: RestartConfig, *, rng: random.Random | None = None) -> None:
-        """Start with an unspent budget.
+        """Start with an unspent budget and no cycles.
 
+        :param config: the group's rules.
         :param rng: source of the jitter; a seeded one makes the delays reproducible.
         """
         self._rng = random.Random() if rng is None else rng
@@ -72,7 +76,10 @@ class Restarts:
         self.use(config)
 
     def use(self, config: RestartConfig) -> None:
-        """Replace the rules, as after a reload; restarts already spent stay spent."""
+        """Replace the rules, as after a reload.
+
+        Restarts and cycles already counted stay.
+        """
         self.config = config
         self._backoff = Backoff(config.initial_delay_s, config.max_delay_s)
 
@@ -84,7 +91,8 @@ class Restarts:
         return _ALL if self.config.strategy == "group" else replica
 
     def ended(self, replica: int, *, ok: bool, progressed: bool | None, ran_s: float, now: float) -> RestartVerdict:
-        """Judge a generation that has ended without a request.
+        """Judge whether a generation that has ended without a request is followed by
+        another.
 
         Count a cycle without progress, and spend a restart of the group's budget if the
         verdict is to restart. Replicas of a group that restarts as a whole spend one
@@ -94,6 +102,7 @@ class Restarts:
         :param progressed: whether it reached a new step or version; None if it has no
             steps.
         :param ran_s: for how many seconds it ran.
+        :param now: when it ended, by a monotonic clock.
         """
         config = self.config
         if not wants_restart(config, ok=ok):
@@ -115,12 +124,15 @@ class Restarts:
         return RestartVerdict(delay_s)
 
     def spend_restart(self, replica: int, *, now: float) -> float | None:
-        """Spend one restart of the group's budget; return the seconds until it.
+        """Spend one restart of the group's budget.
+
+        Return the seconds to wait before it.
 
         Return None, and spend nothing, if the budget is used up.
 
         :param replica: a key as :meth:`key` returns; the delay doubles with each
             restart under it.
+        :param now: the present time, by a monotonic clock.
         """
         if self.remaining(now) == 0:
             return None
@@ -131,12 +143,18 @@ class Restarts:
         return min(self._backoff.after(attempt - 1) + jitter_s, self._backoff.max_s)
 
     def ages(self, now: float) -> list[tuple[float, int]]:
-        """Return (age in seconds, replica) of each restart in the window."""
+        """Return (seconds ago, key of the replica) of each restart that still counts.
+
+        Those that are older than the budget's window are forgotten.
+        """
         self.remaining(now)  # drops what is outside the window
         return [(max(0.0, now - at), replica) for at, replica in self._spent]
 
     def remaining(self, now: float) -> int:
-        """Return the restarts left in the group's budget; forget expired ones."""
+        """Return the restarts left in the group's budget.
+
+        Forget those older than its window.
+        """
         while self._spent and self._spent[0][0] <= now - self.config.window_s:
             self._spent.popleft()
         return max(0, self.config.max_restarts - len(self._spent))
@@ -146,11 +164,13 @@ class Restarts:
         return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 1.0
 
     def resumed(self) -> None:
-        """Note that the group was started as a whole: no restart of it is pending."""
+        """Record that the group was started as a whole, so that no restart of it is
+        pending."""
         self._resume_at = None
 
     def resume_in_s(self, now: float) -> float:
-        """Return the seconds until the group restarts as a whole; 0 if it does not."""
+        """Return the seconds until the group restarts as a whole; 0 if no such restart
+        waits."""
         return 0.0 if self._resume_at is None else max(0.0, self._resume_at - now)
 
     def cycles_of(self, replica: int) -> int:
@@ -175,10 +195,11 @@ class Restarts:
         self.cycles.pop(replica, None)
 
     def restore(self, *, spent: Sequence[tuple[float, int]], cycles: Mapping[int, int], now: float) -> None:
-        """Take over the counts that an earlier supervisor has saved.
+        """Replace the counts by those that an earlier supervisor has saved.
 
-        :param spent: (age in seconds, replica) of each restart, as in :meth:`ages`.
+        :param spent: (seconds ago, key) of each restart, as of :meth:`ages`.
         :param cycles: generations in a row without progress, by :meth:`key`.
+        :param now: the time from which the ages count.
         """
         self.cycles = {replica: count for replica, count in cycles.items() if count}
         # sorted, as popleft() takes the oldest

@@ -41,6 +41,7 @@ class Tenancy:
     """
 
     def __init__(self) -> None:
+        """Start as ``joining``, without a lease and without a limit."""
         self.state: TenancyState = "joining"
         self.until: float | None = None
         """Time at which everything must begin to end; None if there is no limit."""
@@ -72,10 +73,12 @@ class Tenancy:
         return self._lease_s > 0
 
     def granted(self, lease_s: float, asked_at: float) -> None:
-        """Start the lease of ``lease_s`` seconds from the request at ``asked_at``.
+        """Start a lease, in place of an earlier one.
 
-        Set :attr:`until`, the time at which everything must begin to end. 0 seconds
-        mean that there is no lease, and no such time.
+        Set :attr:`until`, the time at which the agent must begin to end everything.
+
+        :param lease_s: its seconds; 0: there is no lease, and no such time.
+        :param asked_at: when the agent sent its request, from which the lease counts.
         """
         self._lease_s = lease_s
         self._sent.clear()  # beats to an earlier supervisor prove nothing to this one
@@ -93,7 +96,8 @@ class Tenancy:
     def extend_lease(self, number: int) -> None:
         """Extend the lease, as the supervisor has acknowledged the beat of this number.
 
-        It then ends ``lease_s`` after that beat was sent. An unknown number is ignored.
+        It then ends ``lease_s`` after that beat was sent. An unknown number is ignored,
+        and without a lease nothing changes.
         """
         sent_at = self._sent.pop(number, None)
         if sent_at is not None and self._lease_s:
@@ -102,7 +106,8 @@ class Tenancy:
         self._sent = {other: at for other, at in self._sent.items() if other > number}
 
     def limit_without_supervisor(self, now: float, patience_s: float) -> None:
-        """Limit :attr:`until` to ``patience_s`` from now, as there is no supervisor.
+        """Set :attr:`until` to ``patience_s`` from now at the latest, as no supervisor
+        is there.
 
         A lease that ends earlier is not lengthened.
         """
@@ -110,5 +115,5 @@ class Tenancy:
         self.until = left if self.until is None else min(self.until, left)  # this never lengthens a lease
 
     def over(self, now: float) -> bool:
-        """Return True if the time has come at which everything must end."""
+        """Return True if :attr:`until` has come: the caller must now end everything."""
         return self.until is not None and now >= self.until

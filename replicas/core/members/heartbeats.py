@@ -34,14 +34,17 @@ class Heartbeats:
     """The slowest heartbeat interval that any member of a channel may still use."""
 
     def __init__(self) -> None:
+        """Start with an interval of one second."""
         self._slowest_s = HEARTBEAT_S
         self._slow_until = 0.0
 
     @staticmethod
     def interval_s(members: int, lease_s: float) -> float:
-        """Return the seconds between heartbeats for a channel with so many members.
+        """Return the seconds between a member's heartbeats, from 1 to 3, for a
+        channel's size.
 
-        :param lease_s: the shortest lease of a member.
+        :param members: how many members the channel has; many send less often.
+        :param lease_s: the shortest lease of a member, in which four must fit.
         """
         # never less than 1 s, however short the lease
         longest_s = max(HEARTBEAT_S, min(HEARTBEAT_MAX_S, lease_s / LEASE_BEATS))
@@ -49,17 +52,23 @@ class Heartbeats:
 
     @property
     def patience_s(self) -> float:
-        """Seconds of silence after which a member has missed three heartbeats."""
+        """Seconds of silence after which a member counts as suspect: three heartbeats
+        missed.
+
+        By the slowest interval that a member may still use.
+        """
         return MISSED_BEATS * self._slowest_s + SLACK_S
 
     def note_sent_to_one(self, interval_s: float) -> None:
-        """Note that one member was sent this interval, in its Welcome."""
+        """Tolerate this interval from now on, as one member was sent it, in its
+        Welcome."""
         self._slowest_s = max(self._slowest_s, interval_s)
 
     def note_sent_to_all(self, interval_s: float, now: float) -> None:
-        """Note that all members were sent this interval, in a View (a new epoch).
+        """Record the interval that all members were sent, in a View (a new epoch).
 
-        A shorter interval is expected only when every member must have read the View.
+        A longer one is tolerated now. A shorter one is expected only when every member
+        must have read the View, two intervals later (:meth:`tick`).
         """
         if interval_s >= self._slowest_s:  # a slower pace is allowed at once
             self._slowest_s, self._slow_until = interval_s, 0.0
@@ -67,9 +76,11 @@ class Heartbeats:
             self._slow_until = now + 2 * self._slowest_s  # a View may take a whole interval until it is read
 
     def tick(self, interval_s: float, now: float) -> None:
-        """Expect ``interval_s`` from now on, if all members must have read of it.
+        """Tolerate only ``interval_s`` from now on, if all members must have read of
+        it.
 
-        Otherwise the slower interval, which they may still use, stays tolerated.
+        Otherwise the slower interval, which they may still use, stays tolerated. Call
+        it regularly.
         """
         if self._slow_until and now > self._slow_until:
             self._slowest_s, self._slow_until = interval_s, 0.0
@@ -79,14 +90,18 @@ class ChannelSilence:
     """Detects that no member of a coordinator is heard. Times: one monotonic clock."""
 
     def __init__(self) -> None:
+        """Start as if no member had been heard yet."""
         self._heard_at = 0.0
         self._counted_to = 0.0
 
     def end_silence(self, now: float) -> float:
-        """Note that a member was heard, so that the coordinator has a network.
+        """Record that a member was heard now.
 
-        Return the seconds by which to extend the leases of the others, which may need
-        that long to reconnect; 0 if there was no silence.
+        Return the others' extra time to reconnect.
+
+        Those are seconds by which the caller extends their leases: as long as the
+        silence was, at most 10. Return 0 if no silence was excused
+        (:meth:`take_uncounted_s`).
         """
         silence_s = now - self._heard_at
         deaf = self._counted_to > self._heard_at > 0.0  # some of this silence was not counted
@@ -94,14 +109,16 @@ class ChannelSilence:
         return min(silence_s, GRACE_MAX_S) if deaf else 0.0
 
     def note_no_members(self) -> None:
-        """Note that there are no members, so that silence is not a fault."""
+        """Record that there are no members, so that silence is not excused until one is
+        heard."""
         self._heard_at = 0.0
 
     def take_uncounted_s(self, now: float) -> float:
-        """Return the seconds without any message that must not count against leases.
+        """Return the seconds of silence, since the last call, to be added to all
+        leases.
 
-        Only those since the last call. Return 0 while members are heard, and after a
-        silence of more than two minutes.
+        Nothing was heard for more than 2 s then, so that the coordinator's own network
+        is at fault. Return 0 otherwise, and after a silence of more than two minutes.
         """
         silence_s = now - self._heard_at
         if not self._heard_at or not QUIET_S < silence_s <= DEAF_MAX_S:  # 0: no member is there

@@ -19,36 +19,45 @@ class History:
     """
 
     def __init__(self) -> None:
+        """Start without any identity."""
         self.joined: set[str] = set()
         self.left: dict[tuple[str, int], dict[int, tuple[int, float]]] = {}
         self.unloaded: dict[str, str] = {}
         self._losses: dict[str, deque[float]] = {}
 
     def note_join(self, member: Member) -> None:
-        """Note that a rank has joined; forget that it had left."""
+        """Add a rank to those that ever joined; remove its earlier leave."""
         self.joined.add(member.name)
         self.left.get((member.group, member.replica), {}).pop(member.rank, None)
 
     def note_left(self, member: Member, generation: int, now: float) -> None:
-        """Note that a rank has left in good order, so that it is not missed."""
+        """Record that a rank has left in good order, so that its replica does not wait
+        for it.
+
+        :param generation: the replica's generation that left. :param now: when it left.
+        """
         self.left.setdefault((member.group, member.replica), {})[member.rank] = (generation, now)
 
     def note_loss(self, name: str, now: float) -> None:
-        """Note that a rank was lost without an orderly leave.
+        """Count a loss of a rank, one that has not left in good order, for
+        :meth:`losses`.
 
-        :param name: ``group/replica/rank``.
+        :param name: ``group/replica/rank``. :param now: when it was lost.
         """
         self._losses = {known: at for known, at in self._losses.items() if now - at[-1] <= FLAP_WINDOW_S}
         self._losses.setdefault(name, deque(maxlen=16)).append(now)  # 16: by then delays are as long as they get
 
     def losses(self, name: str, now: float) -> int:
-        """Return how often the rank of this name was lost within the last minute."""
+        """Return how often a rank was lost within the minute before ``now``.
+
+        :param name: ``group/replica/rank``.
+        """
         return sum(now - at <= FLAP_WINDOW_S for at in self._losses.get(name, ()))
 
     def take_unloaded(self) -> dict[str, str]:
-        """Return why replicas failed to load since the last call, by replica.
+        """Return why replicas failed to load, by their name, and forget that.
 
-        Forget it.
+        So each failure is in one receipt only.
         """
         found, self.unloaded = self.unloaded, {}
         return found

@@ -15,13 +15,14 @@ class Holders:
     """Index of the members of one roster by the versions that they hold."""
 
     def __init__(self) -> None:
+        """Start without members."""
         self._carriers: dict[Member, MemberState] = {}
         """Targets that carry bytes."""
         self._of: dict[int, dict[Member, MemberState]] = {}
         self._carrying: Counter[int] = Counter()
 
     def insert(self, state: MemberState) -> None:
-        """Add a member, which joins the roster, with the versions that it holds."""
+        """Add a member that joins the roster, with the versions that it holds."""
         if state.is_target and state.carries:
             self._carriers[state.member] = state
         for version in state.held:
@@ -34,7 +35,8 @@ class Holders:
         self._carriers.pop(state.member, None)
 
     def note(self, state: MemberState, version: int, *, held: bool) -> None:
-        """Note that the member has got the whole version (``held``), or dropped it."""
+        """Enter that the member has got the whole version (``held``), or else that it
+        dropped it."""
         carries = state.member in self._carriers
         if held:
             self._of.setdefault(version, {})[state.member] = state
@@ -50,7 +52,10 @@ class Holders:
         return list(self._of.get(version, {}).values())
 
     def lacking(self, version: int) -> list[MemberState]:
-        """Return the targets, live or not, that receive bytes and lack ``version``."""
+        """Return the targets, live or not, that receive bytes and lack ``version``.
+
+        Targets whose leader alone receives bytes for them are left out.
+        """
         if self._carrying[version] == len(self._carriers):  # all have it: the usual case, without a walk
             return []
         return [state for state in self._carriers.values() if version not in state.held]

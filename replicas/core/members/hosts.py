@@ -71,11 +71,11 @@ class Hosts:
     """
 
     def __init__(self, roster: Roster, out: list[Effect], here: tuple[str, Beacon] | None) -> None:
-        """Start without members.
+        """Start without members; send nothing.
 
         :param out: the channel's effects, to which messages are added.
-        :param here: boot id and beacon of the coordinator's process, if it has memory
-            to share.
+        :param here: boot id and beacon of the coordinator's process, if it can share
+            memory with members; None: it cannot.
         """
         self._roster, self._out = roster, out
         self._shared = roster.config.transport != "group"
@@ -93,12 +93,12 @@ class Hosts:
         return list(self._members.get(host, {}).values())
 
     def delays_publish(self, since: float, now: float) -> bool:
-        """Return True if a publish still waits until the hosts of newcomers are known.
+        """Return True if a publish is to wait until the hosts of newcomers are known.
 
         A newcomer is a target whose host is not known yet. It delays a publish for a
         second at most, and if it does not answer, one publish, not each.
 
-        :param since: when the publish was ready to move.
+        :param since: when the publish was ready to move, by the clock of ``now``.
         """
         if not self._searches or now >= since + NEWCOMERS_S:
             return False
@@ -109,9 +109,9 @@ class Hosts:
     # ------------------------------------------------------------ finding the host
 
     def joined(self, state: MemberState, now: float) -> None:
-        """Start the search for a new member's host, by a request to try beacons.
+        """Queue a request to a new member to try beacons, by which its host is found.
 
-        Observers have no host.
+        It has 5 s from ``now`` to answer. Observers have no host, and get no request.
         """
         if not state.observes:
             self._search(state, _Search(now + LOCATE_S))
@@ -132,9 +132,10 @@ class Hosts:
         self._out.append(Send(state.member, Locate(tuple(beacons))))
 
     def located(self, state: MemberState, message: Located) -> None:
-        """Put a member on the host whose beacon it could read.
+        """Handle a member's answer: put it on the host whose beacon it could read.
 
-        Without a match, have it try hosts that have appeared since.
+        Without a match, have it try hosts that have appeared since; if there are none,
+        it is a host of its own. An answer that is not waited for is ignored.
         """
         search = self._searches.pop(state.member, None)
         if search is None:
@@ -160,9 +161,11 @@ class Hosts:
         self._remove_member(state)
 
     def tick(self, now: float) -> None:
-        """Make each member a host of its own that did not answer in time.
+        """Make each member a host of its own that has not answered in time.
 
-        A member answers Locate, the request to find the host that it shares.
+        Call regularly.
+
+        Members are asked for their host by Locate.
         """
         for member, search in list(self._searches.items()):
             state = self._roster.get(member)
@@ -191,7 +194,8 @@ class Hosts:
         return [beacon for beacon, _ in found], [host for _, host in found]
 
     def _place(self, state: MemberState) -> Place | None:
-        """Return the key that is equal for members that may be on one host.
+        """Return a key that is equal for members which may be on one host, from their
+        Hellos.
 
         Return None if the member never shares memory.
         """
@@ -204,8 +208,8 @@ class Hosts:
     def _put(self, state: MemberState, host: int) -> None:
         """Put the member on this host.
 
-        Once there are several hosts, queue a notice (LaneAhead) to members that had
-        none: they prepare to send bytes over the network.
+        If there are several hosts now, queue a notice (LaneAhead), once, to each member
+        that is not a peer: they prepare to send bytes over the network.
         """
         state.host = host
         self._members.setdefault(host, {})[state.member] = state
@@ -226,12 +230,14 @@ class Hosts:
     # ------------------------------------------------------------ lent memory
 
     def release(self, latest: int, now: float, *, host: int | None = None) -> None:
-        """Tell owners of lent memory that no responsive member reads it (Released).
+        """Queue Released to owners of memory that no responsive member of their host
+        reads.
 
         That is done for versions older than ``latest``: the owner need not wait for
-        locks on their memory. A version is in use while another responsive member of
-        the host has it.
+        locks on their memory. A version is read while another responsive member of the
+        host holds it.
 
+        :param latest: the newest committed version.
         :param host: only owners on this host; None: all.
         """
         for owner in self._roster if host is None else self.on(host):
@@ -245,7 +251,7 @@ class Hosts:
         """Return the members that keep the memory of ``owners`` in use, by name.
 
         Each comes with the versions, older than ``latest``, that it has mapped there.
-        Members of one GPU copy, and keep no memory of another in use.
+        Members that share a GPU copy, so that they are never among them.
         """
         pairs = [(one, other) for one in owners for other in self.on(one.host) if one is not other]
         kept = {other.member.name: one.lent & one.held.keys() & other.held.keys() for one, other in pairs}
@@ -253,9 +259,9 @@ class Hosts:
         return {name: versions for name, versions in old.items() if versions and not self._by_device}
 
     def blame(self, error: ReplicasError, owners: Iterable[MemberState], latest: int) -> ReplicasError:
-        """Add to a Busy of ``owners`` which members keep their slots in use.
+        """Add to a Busy error which members keep the slots of ``owners`` in use.
 
-        Return ``error``, changed; other errors stay as they are.
+        Return the same object ``error``, changed; other errors stay as they are.
 
         :param latest: the newest committed version; only older ones are in the way.
         """
@@ -281,8 +287,10 @@ class Keeping:
     """
 
     def __init__(self, channel: str, roster: Roster, hosts: Hosts, out: list[Effect]) -> None:
-        """Start without memory.
+        """Start without memory; open nothing.
 
+        :param channel: its name.
+        :param hosts: tell which members are on the coordinator's host.
         :param out: the channel's effects, to which those that open memory are added.
         """
         self._channel, self._roster, self._hosts, self._out = channel, roster, hosts, out
@@ -293,10 +301,11 @@ class Keeping:
         self._stand_ins: dict[Member, MemberState] = {}
 
     def update_keepers(self, latest: int) -> None:
-        """Keep the newest committed version in the coordinator's process, if possible.
+        """Have the newest committed version kept in the coordinator's process, if
+        possible.
 
-        Queue the effects that open its memory on this host and close that of an older
-        version.
+        Queue the effects that open its memory on this host, and that close what is kept
+        of older versions.
 
         :param latest: the version whose bytes that one has.
         """
@@ -315,11 +324,14 @@ class Keeping:
             self._out.append(Keep(self._channel, owner.member, owner.places[latest], latest))
 
     def kept(self, owner: Member, version: int, place: SlotPlace | None) -> None:
-        """Take the engine's result of a ``Keep`` effect, which opens memory.
+        """Record the result of a ``Keep`` effect, by which the engine has opened
+        memory.
 
         If its owner was lost meanwhile, a stand-in takes its place.
 
-        :param place: where the coordinator's process holds the memory; None: it failed.
+        :param owner: the member whose memory it is.
+        :param place: where the coordinator's process holds the memory; None: it could
+            not.
         """
         state = self._asked.get(owner)
         if version != self._version or state is None:
@@ -333,7 +345,10 @@ class Keeping:
             self._stand_in(state)
 
     def lost(self, state: MemberState) -> None:
-        """Let a stand-in replace a member that was lost, if its memory is kept."""
+        """Make a stand-in for a member that was lost, if its memory is kept.
+
+        Else do nothing.
+        """
         if state.member in self._kept:
             self._stand_in(state)
         self._failed.discard(state.member)
@@ -360,7 +375,7 @@ class Keeping:
     def serves(self, version: int, part_owners: Iterable[Member], needers: Iterable[MemberState]) -> bool:
         """Return True if any of ``needers`` can map ``version`` from memory kept here.
 
-        That is the memory of lost members on the coordinator's host. The host of a
+        That is memory of lost members on the coordinator's host. The host of a
         newcomer, if unknown yet, may be this one.
 
         :param part_owners: the owners of its parts; empty for a whole image.

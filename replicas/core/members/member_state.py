@@ -80,9 +80,10 @@ class Life:
     counts: dict[int, tuple[ProcessIdentity, int] | None] = field(default_factory=dict)
 
     def is_continued_by(self, hello: Hello) -> bool:
-        """Return True if a joining rank continues this life, which has no member now.
+        """Return True if a joining rank belongs to this life, none of whose members is
+        present.
 
-        A life is one run of a replica's processes. Otherwise the rank begins another.
+        A life is one run of a replica's processes. False: the rank begins another one.
 
         :param hello: the rank's first message.
         """
@@ -91,7 +92,12 @@ class Life:
         return self.ranks.get(hello.rank, hello.process) == hello.process and not self.lost - {hello.rank}
 
     def joined(self, hello: Hello) -> None:
-        """Note the process of a rank that has joined this life; it is not lost then."""
+        """Enter the process of a rank that joins this life.
+
+        It does not count as lost now.
+
+        :param hello: the rank's first message.
+        """
         self.ranks[hello.rank] = hello.process
         self.lost.discard(hello.rank)
         self.resumed = self.resumed or hello.resume_term != 0
@@ -177,7 +183,8 @@ class MemberState:
     """The last epoch of which it was sent a View."""
 
     def step(self, event: MemberEvent) -> None:
-        """Change the member's standing (joining, live, ...) by the table ``MEMBER``.
+        """Change the member's standing (joining, live, behind, gone) by the table
+        ``MEMBER``.
 
         :raises replicas.common.table.InvalidStep: ``event`` cannot happen now.
         """
@@ -200,9 +207,11 @@ class MemberState:
 
     @property
     def caught_up(self) -> bool:
-        """True if the member holds the version that it missed, or a newer one.
+        """True if the member holds the version without which it was left behind, or a
+        newer one.
 
-        Also if it missed none. A target without that version would delay every sync.
+        Also if it missed none. Only such a member is admitted: another would delay each
+        sync.
         """
         return not self.missed or max(self.held, default=0) >= self.missed
 
@@ -241,6 +250,7 @@ class HighWaterMarks:
     """
 
     def __init__(self) -> None:
+        """Start without any replica."""
         self._marks: dict[tuple[str, int], tuple[int, int, int]] = {}
 
     def of(self, group: str, replica: int) -> tuple[int, int, int]:
@@ -256,8 +266,12 @@ class HighWaterMarks:
         self._marks = {key: marks for key, marks in self._marks.items() if key[0] != group or key[1] < replicas}
 
     def note(self, group: str, replica: int, *, step: int = -1, version: int = 0, operations: int = 0) -> None:
-        """Raise the replica's marks to a step or version that was reached.
+        """Raise the replica's marks to what it has reached.
 
+        A lower number changes nothing.
+
+        :param step: a step that it has done; -1: none.
+        :param version: a version that it has loaded or published; 0: none.
         :param operations: number of operations without a step, added to the count.
         """
         known = self.of(group, replica)

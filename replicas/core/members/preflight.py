@@ -54,8 +54,10 @@ def sends_by_group(config: ChannelConfig) -> bool:
 
 
 def settings_of(hello: Hello, config: ChannelConfig, heartbeat_interval_s: float) -> ChannelSettings:
-    """Return the settings of a process on the channel, for its Welcome.
+    """Return the settings of the channel for a process that joins, for its Welcome.
 
+    :param hello: its first message.
+    :param heartbeat_interval_s: seconds between its heartbeats.
     :raises errors.UnknownChannel: its group has no role, and it is not an observer.
     """
     parties = {"source": config.sources, "target": config.targets, "peer": config.peers}
@@ -83,7 +85,8 @@ def settings_of(hello: Hello, config: ChannelConfig, heartbeat_interval_s: float
 
 
 def check_identity(hello: Hello, replica: Iterable[MemberState], config: ChannelConfig) -> None:
-    """Check that rank, world size and replica index of a newcomer are possible.
+    """Raise an error if a newcomer's rank, world size and replica index are not
+    possible.
 
     :param hello: the newcomer's first message.
     :param replica: the present members of its replica.
@@ -108,9 +111,11 @@ def check_identity(hello: Hello, replica: Iterable[MemberState], config: Channel
 
 
 def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> None:
-    """Compare torch, NCCL and GPUs of a newcomer with those of the present members.
+    """Raise an error if a newcomer's torch, NCCL and GPUs do not fit those of the
+    members.
 
-    :param others: Hellos of the present members.
+    :param hello: the newcomer's first message.
+    :param others: the first messages of present members, one of each kind.
     :raises replicas.errors.Preflight: it is not compatible with the channel or with one
         of them; names the mismatch and the remedy.
     """
@@ -139,7 +144,11 @@ def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> 
 
 
 def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield each difference of two members as (value here, value there, remedy)."""
+    """Yield each difference of two members as (value of ``hello``, of ``other``,
+    remedy).
+
+    Only what matters on this channel counts.
+    """
     mine, theirs = hello.torch_version, other.torch_version
     if mine and theirs and _release(mine) != _release(theirs):  # an unknown release is not judged
         remedy = f"install torch {_release(theirs)} for both, or {_release(mine)}, and start them again"
@@ -188,9 +197,9 @@ def nccl_works(hellos: Sequence[Hello]) -> bool:
 
 
 def _multi_rank(hello: Hello) -> bool:
-    """Return True if this process's NCCL allows several ranks on one GPU.
+    """Return True if several ranks on one GPU are enabled in this process's NCCL.
 
-    Its version must know that, and its environment enable it.
+    Its version must know that, and its environment ask for it.
     """
     numbers = [int(part) for part in hello.nccl_version.split(".") if part.isdigit()]
     return hello.nccl_env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and tuple(numbers) >= MULTI_RANK_VERSION
@@ -222,8 +231,8 @@ def _in_groups(hello: Hello, config: ChannelConfig) -> bool:
 def kind(hello: Hello, config: ChannelConfig) -> object:
     """Return a key of all that :func:`check_join` compares of a member.
 
-    Of several members with equal keys, one need be compared. If NCCL is certain to be
-    used each GPU counts, else only that there are some.
+    So only one of several members with equal keys is compared with a newcomer. If NCCL
+    is certain to be used each GPU counts, else only that there are some.
     """
     return (
         hello.torch_version,

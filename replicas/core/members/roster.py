@@ -77,6 +77,7 @@ class Roster:
     """Members and epochs of one channel."""
 
     def __init__(self, config: ChannelConfig, groups: Mapping[str, GroupShape], *, epoch: int = 0) -> None:
+        """Start without members. ``groups``: their shapes; ``epoch``: the last one."""
         self.config = config
         self.groups = dict(groups)
         self.epoch = epoch
@@ -305,7 +306,7 @@ class Roster:
     # ------------------------------------------------------------ standings
 
     def admit(self, now: float) -> None:
-        """Make all waiting members live, in one new epoch; do nothing without any."""
+        """Make all members of :meth:`waiting` live, in one new epoch, if any."""
         waiting = self.waiting(now)
         for state in waiting:
             state.step("admitted")
@@ -328,7 +329,7 @@ class Roster:
         return [s for s in members if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
 
     def admissible(self, state: MemberState, now: float) -> bool:
-        """Return True if the member is available, its delay over, no rank missing."""
+        """Return True if the member responds, its delay is over, no rank missing."""
         return now >= state.not_before and self.available(state, now) and not self.missing_ranks(state)
 
     def missing_ranks(self, state: MemberState) -> list[str]:
@@ -361,19 +362,19 @@ class Roster:
     # ------------------------------------------------------------ signs of life
 
     def note_heard(self, member: Member, now: float, rtt_s: float = 0.0) -> None:
-        """Note a sign of life of a member, and the round-trip time unless it is 0."""
+        """Count the silence from ``now``; store the round-trip time unless it is 0."""
         if (state := self.get(member)) is not None:
             state.last_seen = max(state.last_seen, now)  # extend_leases() may have set it ahead of now
             state.rtt_s = rtt_s or state.rtt_s
 
     def connected(self, member: Member, now: float) -> None:
-        """Note that the member has reconnected."""
+        """Record that the member has reconnected, and so was heard now."""
         if (state := self.get(member)) is not None:
             state.cut_at = 0.0
             self.note_heard(member, now)
 
     def disconnected(self, member: Member, now: float) -> None:
-        """Note that a member's connection ended; it is suspect unless it reconnects."""
+        """Record that a member's connection ended: it is suspect 1.5 s later."""
         if (state := self.get(member)) is not None:
             state.cut_at = now
 
@@ -399,7 +400,7 @@ class Roster:
         return msgspec.structs.replace(state.settings, heartbeat_interval_s=interval_s, carry_port=self.carry_port)
 
     def take_interval_to_send(self, now: float) -> float:
-        """Return the heartbeat interval, and note that all members are sent it now."""
+        """Return the heartbeat interval, which the caller sends to all members now."""
         interval_s = self.heartbeat_interval_s
         self._heartbeats.note_sent_to_all(interval_s, now)
         return interval_s
@@ -411,14 +412,14 @@ class Roster:
         return cut or now - state.last_seen > self._heartbeats.patience_s
 
     def expired(self, now: float) -> list[MemberState]:
-        """Return the members that were silent for longer than their leases."""
+        """Return members silent beyond their leases; the caller must remove them."""
         shortest_s = self.shortest_lease_s
         # a cheap filter before each group is looked up
         silent = [state for state in self if now - state.last_seen > shortest_s]
         return [s for s in silent if now - s.last_seen > self.shape(s.member.group).heartbeat_timeout_s]
 
     def skip_pause(self, pause_s: float, now: float) -> None:
-        """Extend all leases by ``pause_s``, in which the coordinator did not run."""
+        """Extend all leases by ``pause_s``, in which the coordinator was suspended."""
         for state in self:
             # never earlier than before, never later than now
             state.last_seen = max(state.last_seen, min(state.last_seen + pause_s, now))

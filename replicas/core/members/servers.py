@@ -19,16 +19,25 @@ _LOCAL = ("localhost", "::1", "0.0.0.0", "::")
 
 
 def others_of_server(state: MemberState, roster: Iterable[MemberState]) -> list[MemberState]:
-    """Return targets of other replicas that load into the newcomer's server.
+    """Return the targets of other replicas that load versions into the newcomer's
+    server.
 
-    :param state: the newcomer; its ``server`` is set, or None.
+    Return [] if its server is unknown.
+
+    :param state: the newcomer; ``state.server`` is the key of its server, or None.
+    :param roster: the channel's members.
     """
     replica, server = state.member.replica_name, state.server
     return [o for o in roster if o.server == server and o.member.replica_name != replica] if server else []
 
 
 def refusal(state: MemberState, other: MemberState, channel: str) -> errors.Preflight:
-    """Return (do not raise) the error for a newcomer whose server ``other`` has."""
+    """Return (do not raise) the error for a newcomer, as another target uses its
+    server.
+
+    :param state: the newcomer. :param other: the member that loads into that server.
+    :param channel: name of the channel.
+    """
     url, theirs = (text_of(one.hello.info["url"], REASON_LENGTH) for one in (state, other))
     me, name = state.member.name, other.member.name
     text = f"{me} would load versions into {url}, and {name} loads them into the same server, {theirs}"
@@ -37,10 +46,11 @@ def refusal(state: MemberState, other: MemberState, channel: str) -> errors.Pref
 
 
 def server_of(hello: Hello) -> object:
-    """Return a key of the server that a target loads into, by ``info["url"]``.
+    """Return a key of the server that a target loads into, by ``info["url"]`` of its
+    Hello.
 
-    Equal for all addresses of one server; None without a valid url. Names are not
-    resolved. A loopback address names a server of the member's machine.
+    The key is equal for all addresses of one server; None without a valid url. Names
+    are not resolved. A loopback address names a server of the member's machine.
     """
     try:
         parts = urlsplit(hello.info.get("url", "").strip())

@@ -23,7 +23,7 @@ class Views:
     """Sends the Views of one channel, and remembers the last one."""
 
     def __init__(self, roster: Roster, out: list[Effect]) -> None:
-        """Start with the roster's epoch as known to all members.
+        """Start with the roster's epoch as known to all members; send nothing.
 
         :param out: the channel's effects, to which Views (memberships) are added.
         """
@@ -34,7 +34,10 @@ class Views:
         self._at = 0.0
 
     def send_views_if_due(self, now: float) -> None:
-        """Queue a View to each member if the epoch is new and the rate allows it."""
+        """Queue a View to each member if the epoch is new and the rate limit allows it.
+
+        Otherwise do nothing; a later call sends it.
+        """
         if self._epoch == self._roster.epoch:
             return
         self._credit = min(float(VIEWS_AT_ONCE), self._credit + VIEWS_PER_S * (now - self._at))

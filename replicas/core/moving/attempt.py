@@ -74,8 +74,11 @@ class Attempt:
     ) -> None:
         """Prepare the attempt; it sends nothing before :meth:`send_offers`.
 
+        :param payload: the version to move.
         :param plan: which member gets the version from which.
+        :param number: unique number of the attempt; 0 for one that is never sent.
         :param deadline: until when members may take part, by the clock of ``now``.
+        :param now: when it begins, by a monotonic clock.
         """
         self.plan, self.number, self.began_at, self.offered_at = plan, number, now, now
         self.tasks: dict[Member, Task] = {}
@@ -108,8 +111,8 @@ class Attempt:
     def under_way(self, member: Member, number: int) -> Task | None:
         """Return a member's task if it was offered and has not ended, or None.
 
-        :param number: of the attempt that the member means; None if that is another
-            one.
+        :param number: of the attempt that the member's message is about; if that is
+            another attempt, the result is None.
         """
         one = self.tasks.get(member) if number == self.number else None
         return one if one is not None and one.state in ("offered", "taking") else None
@@ -171,7 +174,11 @@ class Attempt:
         self.offer_pulls(now)
 
     def offer_pulls(self, now: float) -> None:
-        """Queue offers of the due pulls that have a listening holder for each part."""
+        """Queue offers of those due pulls for which each part has a holder that
+        listens.
+
+        The others stay due: call again.
+        """
         payload, digests = self._payload, dict(enumerate(self._payload.part_digests))
         for one in self.of("due"):
             # a rank may have no piece of any tensor: its part is empty
@@ -191,37 +198,44 @@ class Attempt:
                 self._offer(one, message)
 
     def offer_map(self, member: Member, lender: Member, now: float) -> None:
-        """Offer a member that waited to map the version from another one of its host.
+        """Queue an offer to a member that waited to map the version from another of its
+        host.
 
-        :param lender: the member whose slot has the version now.
+        :param member: gets a task. :param lender: the member whose slot has the version
+            now.
         """
         self.offered_at = now
         self._offer(Task(member, "map", lenders=frozenset((lender,))), self._map_offer(lender, now))
 
     def start_broadcast(self, deadline: float, on_end: BroadcastEnd, now: float) -> None:
-        """Start the broadcast between the slots of its members, which are all ready.
+        """Start the broadcast between the slots of its members, which must all be
+        ready.
 
-        :param on_end: called when it has ended, with its error or None.
+        It runs on; this call does not wait for it.
+
+        :param deadline: of the broadcast, by the clock of ``now``.
+        :param on_end: called once, as ``on_end(error, form_s, now)``; ``error`` is None
+            after a success, ``form_s`` the seconds to form the process group.
         """
         on_device = self._context.config.staging == "device" or self._payload.device == "cuda"
         members, device = self.plan.broadcast, "cuda" if on_device else "cpu"
         self.stop_broadcast = self._context.broadcast(self.number, members, device, deadline, on_end, now)
 
     def _offer(self, one: Task, message: TransferOffer) -> None:
-        """Set the member's task, mark it as offered, and queue the message."""
+        """Enter a member's task as offered, and queue the message to the member."""
         self.tasks[one.member] = one
         self.step(one, "holder_up")
         self._context.send(one.member, message)
 
     def _map_offer(self, lender: Member, now: float, sharing: int = 1) -> TransferOffer:
-        """Return the offer to map the slot of ``lender``.
+        """Return the offer to map the slot of ``lender``; send nothing.
 
         :param sharing: how many members of that host map it.
         """
         return self._message("map", now, place=self._place(lender), sharing=sharing)
 
     def _message(self, role: Way, now: float, **more: Any) -> TransferOffer:
-        """Return an offer of this attempt; it is not sent yet.
+        """Return an offer of this attempt; send nothing.
 
         :param role: what the receiver is to do: map, pull, receive, send or serve.
         :param more: the offer's other fields.
@@ -249,7 +263,10 @@ class Attempt:
         return 1 + self._waiting[self._context.roster.host(leader)]
 
     def _base_of(self, member: Member) -> int:
-        """Return the version against which this member may get deltas; 0 for none."""
+        """Return the version that a member holds as the base of deltas; 0 for none.
+
+        Only differences from it are then sent to the member.
+        """
         version, digest = self._base
         state = self._context.roster.get(member)
         return version if state is not None and version and state.held.get(version) == digest else 0
@@ -289,7 +306,9 @@ class Attempt:
     # ------------------------------------------------------------ ends
 
     def unservable(self, refused: Collection[Member]) -> list[Task]:
-        """Return pulls that have not begun and that no holder will serve.
+        """Return pulls that have not begun and that no present holder will ever serve.
+
+        They are not failed here.
 
         :param refused: holders that will not serve. Members that pull serve, too.
         """
@@ -311,11 +330,13 @@ class Attempt:
                 self.step(one, "gave_up")
 
     def close(self, reason: str = "failed") -> None:
-        """Withdraw the attempt at all its members, and stop its broadcast.
+        """Queue the withdrawal of the attempt to all its members, and cancel its
+        broadcast.
 
-        It may be called again, without an effect.
+        A second call does nothing.
 
-        :param reason: label for the process group that is closed.
+        :param reason: label, for metrics, of why the broadcast's process group is
+            closed.
         """
         if self._closed:
             return
@@ -338,11 +359,12 @@ class Attempt:
 
 
 def _newest_base(roster: Roster, plan: TransferPlan, version: int) -> tuple[int, str]:
-    """Return the newest older version that the first holder and a puller both hold.
+    """Return (number, digest) of the newest version that can be the base of deltas.
 
-    It can be the base of deltas. Its digest comes with it; (0, "") if there is none.
+    That is one older than ``version``, held by the first holder and a puller; (0, "")
+    if there is none.
 
-    :param version: the version that is to be moved.
+    :param plan: names holders and pullers. :param version: the one to be moved.
     """
     first = roster.states(plan.servers[:1]) if plan.mode == "image" else []
     theirs = {item for state in roster.states(plan.pulls) for item in state.held.items()}

@@ -80,14 +80,16 @@ class ChannelContext:
 
     @property
     def ledger(self) -> Ledger:
-        """The decisions so far, those that are still being recorded included."""
+        """The decisions so far, also those whose write to disk is still queued."""
         return self.past.ledger
 
     def decide(self, kind: DecisionKind, version: int, **more: Any) -> None:
-        """Apply a decision to the ledger, and queue it for the decision log.
+        """Apply a decision to the ledger now, and queue it for the decision log.
 
         The engine has it on disk before it applies any later effect.
 
+        :param kind: such as ``commit`` or ``promote``.
+        :param version: the version that it is about.
         :param more: fields of the :class:`~replicas.core.base.ledger.Decision`.
         """
         decision = Decision(kind, self.config.name, version, epoch=self.roster.epoch, term=self.term, **more)
@@ -95,17 +97,24 @@ class ChannelContext:
         self.out.append(decision)
 
     def send(self, member: Member, message: FromCoordinator) -> None:
-        """Queue a message to a member, as the next of the effects."""
+        """Queue a message to a member.
+
+        The engine sends it after all earlier effects.
+        """
         self.out.append(Send(member, message))
 
     def emit(self, event: Event) -> None:
-        """Queue an event for the event log, as the next of the effects."""
+        """Queue an event for the event log.
+
+        The engine records it after all earlier effects.
+        """
         self.out.append(event)
 
     def emit_retried(self, reason: str, why: str = "") -> None:
-        """Emit the event that a transfer or an operation starts another attempt.
+        """Queue the event that a transfer or an operation starts another attempt.
 
-        :param reason: ``lost``, ``frozen``, ``failed``, ``refused`` or ``store``.
-        :param why: why a process group was abandoned, as text.
+        :param reason: label: ``lost``, ``frozen``, ``failed``, ``refused`` or
+            ``store``.
+        :param why: why a process group was abandoned, as text; "" if none was.
         """
         self.emit(Retried(self.config.name, reason, text_of(why, REASON_LENGTH)))

@@ -36,17 +36,17 @@ class Doubt:
     _until: float = 0.0
 
     def note_failed(self, why: str, now: float) -> None:
-        """Begin to doubt for a while, or prolong the doubt.
+        """Begin to doubt for a while, or prolong the doubt; longer after each doubt.
 
         Failures during a doubt count as one, so that they do not lengthen the next one.
 
-        :param why: the failure, as text.
+        :param why: the failure, as text. :param now: when it happened.
         """
         self._count += not self.holds(now)
         self.why, self._until = why, now + self.lasts.after(self._count)
 
     def note_worked(self) -> None:
-        """End the doubt; the next one is short again."""
+        """End the doubt, as the thing works; the next doubt is short again."""
         self._count, self._until = 0, 0.0
 
     def holds(self, now: float) -> bool:
@@ -58,6 +58,7 @@ class Links:
     """The links of one channel that have a known fault."""
 
     def __init__(self, roster: Roster) -> None:
+        """Start without faults; the members' addresses are those of the roster."""
         self._roster = roster
         self._doubts: dict[frozenset[str], Doubt] = {}
 
@@ -78,13 +79,16 @@ class Links:
     def doubt(self, pairs: Pairs, why: str, now: float) -> None:
         """Avoid links for a while: no connection was made, or no byte moved, over them.
 
-        :param why: the failure, as text.
+        :param pairs: the two addresses of each link. :param why: the failure, as text.
         """
         for link in _links(pairs):
             self._doubts.setdefault(link, Doubt(DOUBT)).note_failed(why, now)
 
     def clear_doubt(self, pairs: Pairs) -> None:
-        """Use links again: a version has arrived over them."""
+        """Use links again, as a version has arrived over them.
+
+        :param pairs: the two addresses of each link.
+        """
         for link in _links(pairs) & self._doubts.keys():
             del self._doubts[link]
 

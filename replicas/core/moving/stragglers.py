@@ -48,18 +48,21 @@ class Stragglers:
     """The stragglers of one transfer."""
 
     def __init__(self, roster: Roster, version: int, nbytes: int) -> None:
-        """Start before the first pull has ended.
+        """Start before the first pull has ended: no member is slow yet.
 
-        :param nbytes: size of the version that is transferred.
+        :param version: number of the version that is transferred. :param nbytes: its
+            size.
         """
         self._roster, self._version, self._nbytes = roster, version, nbytes
         self._first_at: float | None = None
         self._patience_s = 0.0
 
     def note_pulled(self, began_at: float, now: float) -> None:
-        """Note that a pull has ended; the first sets how long others are waited for.
+        """Record that a pull has ended.
 
-        :param began_at: when the attempt of the pull began.
+        The first sets how long the others are waited for.
+
+        :param began_at: when the attempt of the pull began, by the clock of ``now``.
         """
         if self._first_at is None:
             self._first_at, self._patience_s = now, max(PATIENCE_S, PATIENCE * (now - began_at))
@@ -68,7 +71,9 @@ class Stragglers:
         """Return the members whose round trips are too long to form a group in time.
 
         Each comes with the reason as text. Members on a host that has the version are
-        not far.
+        not far. Nothing is changed.
+
+        :param needers: the members that are to get the version.
         """
         version = self._version
         here = {state.host for state in self._roster if version in state.held or version in state.parts}  # mapped there
@@ -79,11 +84,11 @@ class Stragglers:
     def slow(self, late: Sequence[Task], needers: Iterable[Member], began_at: float, now: float) -> dict[Member, str]:
         """Return members of hosts for which the others would have to wait too long.
 
-        Each comes with the reason as text.
+        Each comes with the reason as text. Nothing is changed (:meth:`mark_slow`).
 
         :param late: the pulls of the attempt that have not ended.
         :param needers: all members that still need the version.
-        :param began_at: when the attempt began.
+        :param began_at: when the attempt began, by the clock of ``now``.
         """
         first_at, host = self._first_at, self._roster.host
         if first_at is None:

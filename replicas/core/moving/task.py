@@ -70,20 +70,23 @@ class Task:
 
     @property
     def givers(self) -> set[Member]:
-        """Holders from which bytes have come, by the report of the task's member."""
+        """Holders from which bytes have come: as the member has reported, or by
+        broadcast."""
         received = self.reply.received if self.reply is not None else {}
         return {holder for holder in self.holders if holder.name in received or self.way == "receive"}
 
     def note_received(self, received: int, now: float) -> None:
-        """Note how many bytes the member has received so far, and the rate."""
+        """Record how many bytes the member has received in all, and the rate since its
+        report."""
         self.rates = self.rates[1], max(0, received - self.received) / max(0.05, now - self.told_at)
         self.told_at = now
         if received > self.received:
             self.received, self.moved_at = received, now
 
     def rate(self) -> float:
-        """Return the member's recent bytes a second; 0 if unknown.
+        """Return the higher rate of the member's last two reports, in bytes a second.
 
-        A pull that has just begun or stood still may be switching to a better holder.
+        Return 0 if one of them is unknown or 0: a pull that has just begun or stood
+        still may be switching to a better holder.
         """
         return max(self.rates) if all(self.rates) else 0.0

@@ -93,9 +93,10 @@ class Transfer:
         avoid: Member | None = None,
         tries: int = PULL_TRIES,
     ) -> None:
-        """Send nothing before :meth:`start`. ``kind``: of a publish (``main``) or a
-        catch-up. ``avoid``: the holder to use last. ``tries``: failed pulls after which
-        a member is left out."""
+        """Send nothing before :meth:`start`. ``needers``: members to get the version.
+        ``kind``: of a publish (``main``) or a catch-up. ``on_end``: called once, as
+        ``on_end(transfer, error or None, now)``. ``avoid``: the holder
+        to use last. ``tries``: failed pulls after which a member is left out."""
         self._context, self._roster = context, context.roster
         self.payload = payload
         self.needers, self.asked = set(needers), frozenset(needers)
@@ -242,8 +243,7 @@ class Transfer:
             self._go_on(now)
 
     def _go_on(self, now: float) -> None:
-        """Start another attempt if members need it or the publisher still fills its
-        slot, else end the transfer."""
+        """Start another attempt if members need the version, else end the transfer."""
         if self.needers or self.payload.filling is not None:
             self.start(now)
         else:

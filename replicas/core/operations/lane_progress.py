@@ -28,6 +28,7 @@ class LaneProgress:
     """Progress of the current attempt in one process group."""
 
     def __init__(self) -> None:
+        """Start without reports."""
         self._reports: dict[Member, tuple[float, LaneMoved]] = {}
         """The last report of each member, with its time of arrival."""
 
@@ -36,11 +37,12 @@ class LaneProgress:
         self._reports.clear()
 
     def moved(self, member: Member, message: LaneMoved, now: float) -> None:
-        """Store a member's report, with the time at which it came."""
+        """Store a member's report, as the last one, with the time at which it came."""
         self._reports[member] = now, message
 
     def stands_still(self, awaited: Iterable[Member], now: float) -> bool:
-        """Return True if no byte moves in the group, by fresh reports.
+        """Return True if no byte moves in the group, by reports that are recent at
+        ``now``.
 
         :param awaited: members that are not done; each must have reported that nothing
             moves.

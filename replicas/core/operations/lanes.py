@@ -70,10 +70,14 @@ class Lane:
     ranks: dict[Member, int] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Number the members in their order: these are their ranks in the group."""
         self.ranks = {member: rank for rank, member in enumerate(self.members)}
 
     def overdue_error(self) -> errors.DeadlineExceeded:
-        """Return (do not raise) the error of a lane that has not formed in time."""
+        """Return (do not raise) the error of a lane that has not formed in time.
+
+        It names the members that have not reported.
+        """
         late = [member.name for member in self.members if member not in self.formed_by]
         within_s = self.deadline - self.opened_at
         text = f"the process group did not form in {within_s:.1f} s: no answer from {', '.join(late)}"
@@ -117,13 +121,14 @@ class Lanes:
         return iter(list(self._lanes.values()))
 
     def open(self, states: Sequence[MemberState], backend: Backend, now: float, timeout_s: float) -> Lane:
-        """Ask every member to form a process group of all of them, in this order.
+        """Ask the members to form a process group (a lane) of all of them; do not wait.
 
-        Queue LaneForm to each, with a new key prefix of the present store; return the
-        lane, which is forming. (A lane is a process group.)
+        Queue LaneForm to each, with a new key prefix of the present store. Return the
+        lane, which is forming; :meth:`formed` records the answers.
 
         :param states: the members, by rank.
-        :param timeout_s: limit for the members to form the group.
+        :param backend: ``gloo`` or ``nccl``.
+        :param timeout_s: seconds for the members to form the group.
         """
         self._count += 1
         epoch = self.roster.epoch
@@ -171,10 +176,10 @@ class Lanes:
     def reported_failed(self, member: Member, name: str, error: errors.ReplicasError) -> Lane | None:
         """Return the lane that a member reports as failed, for the caller to close.
 
-        Return None if the lane is unknown, or its store failed: then another lane
-        follows. Queue the replacement of a store to which others wrote.
+        Return None if the lane is unknown, or if its store has failed: then another
+        lane follows. If a non-member has written to the store, queue its replacement.
 
-        :param name: of the lane.
+        :param name: of the lane. :param error: what the member has reported.
         """
         lane = self._lanes.get(name)
         if lane is None or member not in lane.ranks:
@@ -187,15 +192,16 @@ class Lanes:
         return None
 
     def overdue(self, now: float) -> list[Lane]:
-        """Return the lanes that have not formed by their deadline."""
+        """Return the lanes that have not formed by their deadline; change none."""
         return [lane for lane in self if lane.state == "forming" and now > lane.deadline]
 
     def store_lost(self) -> None:
-        """Note that the store has ended: forming lanes wait for the next one."""
+        """Record that the store has ended: forming lanes now wait for
+        :meth:`store_moved`."""
         self._lost = self._store()
 
     def store_moved(self) -> list[Lane]:
-        """Note that there is another store now; return the lanes that were forming.
+        """Record that there is another store now; return the lanes that were forming.
 
         The caller replaces these by lanes over that store.
         """

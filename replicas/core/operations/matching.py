@@ -66,7 +66,8 @@ class Matching:
         reply: Callable[[Post, errors.ReplicasError], None],
         running: Callable[[str], bool],
     ) -> None:
-        """``reply`` sends the error of a post; ``running`` tells if a ref runs."""
+        """Start without posts. ``reply(post, error)`` sends the error of a post that
+        never started; ``running(ref)`` returns True if that operation runs."""
         self._expects = True
         self._context, self._roster = context, context.roster
         self._verdicts: OrderedDict[str, bool] = OrderedDict()

@@ -86,12 +86,14 @@ class Operation:
     posted_at: float = field(init=False)
 
     def __post_init__(self) -> None:
+        """Take over the earliest deadline of the posts, which counts for all, and first
+        call."""
         # the verdict is common: the earliest deadline counts for all
         self.deadline = min(post.deadline for post in self.posts)
         self.posted_at = min(post.posted_at for post in self.posts)
 
     def step(self, event: OperationEvent) -> None:
-        """Change the state by the table ``OPERATION``.
+        """Change the state by the table ``OPERATION``; send nothing.
 
         :raises replicas.common.table.InvalidStep: ``event`` cannot happen now.
         """
@@ -237,15 +239,17 @@ class Operation:
 
 
 def missed(text: str, member: Member, phase: str = "wait", *, hint: str = RESYNC_HINT) -> errors.Gone:
-    """Return the error of a member that missed what the others have done.
+    """Return (do not raise) the error of a member that missed what the others have
+    done.
 
-    :param text: what that is. :param hint: what the member can do about it.
+    :param text: what that is. :param phase: in which the member was then.
+    :param hint: what the member can do about it.
     """
     return errors.Gone(text, phase=phase, members=[member.name], hint=hint)
 
 
 def never_joined(name: str, roster: Roster) -> str:
-    """Return a note, for an error, on a peer that has never joined; else "".
+    """Return a note for an error if the peer called ``name`` has never joined; else "".
 
     :param name: ``group/replica/rank``, which may have a wrong number.
     """

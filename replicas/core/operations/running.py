@@ -115,11 +115,14 @@ class Operations:
     ) -> Callable[[str], None]:
         """Broadcast a version; the members' offers take the place of posts.
 
-        Return the function that cancels it; see
+        Return the function that cancels it:
         :data:`replicas.core.moving.channel_context.Broadcast`.
 
         :param transfer: number of the attempt of the transfer.
         :param members: the holder of the version, then its receivers.
+        :param device: type of the slots' device, such as ``cuda``.
+        :param on_end: called as ``on_end(error or None, form_s, now)`` unless
+            cancelled.
         """
         name = members[0].name
         call = OperationPost(0, "broadcast", (), deadline - now, root=name, device=device)

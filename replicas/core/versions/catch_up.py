@@ -54,8 +54,10 @@ class CatchUp:
     def __init__(self, context: ChannelContext, on_end: Callable[[Payload], None], whom: Whom) -> None:
         """Start without a transfer.
 
-        :param on_end: called with the payload at the end of each transfer.
-        :param whom: the kind of members that it serves.
+        :param on_end: called with the payload, its version and digest, as a transfer
+            ends.
+        :param whom: the members that it serves: new ones, those that missed it, or slow
+            ones.
         """
         self._context, self._on_end, self._whom = context, on_end, whom
         self.transfer: Transfer | None = None
@@ -124,7 +126,10 @@ class CatchUp:
         return {state.host for state in self._context.roster.states(members)}
 
     def end_if_served_by(self, main: Transfer, now: float) -> None:
-        """End this catch-up if a publish's newer transfer serves all of its hosts."""
+        """End this catch-up if a publish's newer transfer serves all of its hosts.
+
+        :param main: the transfer of the publish, which is about to start.
+        """
         transfer = self.transfer
         if transfer is None or transfer.payload.version >= main.payload.version:
             return
@@ -182,7 +187,8 @@ class CatchUp:
     def _ended(
         self, transfer: Transfer, error: errors.ReplicasError | None, now: float, *, superseded: bool = False
     ) -> None:
-        """Report the caught-up members, and set when the others are tried again.
+        """Report the members that a transfer has caught up, and set when others are
+        tried again.
 
         :param error: why the transfer failed, or None.
         :param superseded: it was no longer needed: the others are not tried later for

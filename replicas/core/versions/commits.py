@@ -44,6 +44,7 @@ class Commits:
     """Publishes, transfers and decisions of one channel."""
 
     def __init__(self, context: ChannelContext) -> None:
+        """Start without publishes, with the decisions of the context's ledger."""
         self._context, self._roster = context, context.roster
         config = context.config
         all_ranks = any(party.ranks == "all" for party in config.sources)
@@ -130,7 +131,7 @@ class Commits:
             context.send(member, wire.PublishEnd(publish.asked.publish, publish.receipt, publish.error))
 
     def _packed(self, state: MemberState, message: wire.Packed, now: float) -> None:
-        """Note a packed slot, once its manifest is here; fetch that first if not."""
+        """Record that a rank has packed, once its manifest is here; else ask for it."""
         known = self.publishes.get(state.member, message.publish)
         if message.manifest_hash and known is not None and not known.over:
             encoded = self.manifests.get(state.member, message.manifest_hash, now)
@@ -147,7 +148,7 @@ class Commits:
         self.publishes.packed(state.member, message, state.hello.world_size, now)
 
     def filled(self, state: MemberState, message: wire.Filled, now: float) -> None:
-        """Note that a slot which was sent while it was packed is full now."""
+        """Record that a slot that was sent while it was packed is complete now."""
         if any(one is state and earlier.publish == message.publish for one, earlier in self._unread):
             self._unread.append((state, message))
             return
@@ -190,7 +191,7 @@ class Commits:
         self._context.out.extend(Send(state.member, piece) for piece in answer(state, ask, known, now))
 
     def piece(self, state: MemberState, piece: wire.ManifestPiece, now: float) -> bool:
-        """Add a piece of a manifest; return False if that manifest is unusable."""
+        """Add a manifest's piece; if it is unusable fail its publish, return False."""
         try:
             if self.manifests.add(state.member, piece, now):
                 self._handle_unread(now)
@@ -254,8 +255,7 @@ class Commits:
         return len({(s.member.group, s.member.replica) for s in self._roster.targets if not s.draining})
 
     def _end_overtaken(self, publish: Publish, now: float) -> None:
-        """Fail a publish that a newer commit overtook; end one that is the newest
-        commit (of an earlier coordinator) as committed."""
+        """Fail a publish that was overtaken; end the newest commit as committed."""
         if publish.asked.resumed and publish.version == self.latest and not self._decided_here:
             holders = self._holders(publish.version)
             publish.receipt = publish.receipt_of(holders, {}, self._roster, self.decided, now)
@@ -308,7 +308,7 @@ class Commits:
             self._commit(publish, transfer, now)
 
     def _too_few(self, publish: Publish, text: str, hint: str, phase: str = "acknowledge") -> errors.PeersLost:
-        """Return the error of a publish that too few targets have or may get."""
+        """Return (do not raise) the error of a publish that too few targets can get."""
         text = f"version {publish.version} is not committed: {text}"
         return errors.PeersLost(text, phase=phase, members=tuple(publish.lost), hint=hint)
 
@@ -514,7 +514,7 @@ class Commits:
         self.fail(publish, error, now)
 
     def _unpacked_error(self, publish: Publish, waited: str) -> errors.DeadlineExceeded:
-        """Return the error of a publish that ranks did not pack in ``waited``."""
+        """Return the error of a publish not packed in time (``waited``, as text)."""
         replica = self._roster.replica(publish.group, publish.replica)
         ranks = self.publishes.unpacked(publish, max((state.hello.world_size for state in replica), default=1))
         late = [rank for rank in ranks if rank not in {member.rank for member in publish.begun}]

@@ -37,7 +37,11 @@ class Cache(Generic[_T]):
     """Recently used values by hash; bounded in bytes, but always with the newest."""
 
     def __init__(self, limit_nbytes: int = CACHE_NBYTES) -> None:
-        """Start empty; ``limit_nbytes`` limits the total of the values' sizes."""
+        """Start empty.
+
+        :param limit_nbytes: limit of the values' sizes together; the newest is always
+            kept.
+        """
         self._limit_nbytes = limit_nbytes
         self._nbytes = 0
         self._kept: OrderedDict[str, tuple[_T, int]] = OrderedDict()
@@ -82,7 +86,10 @@ class Fetch:
     """The fetch of one manifest. Times are seconds of a monotonic clock."""
 
     def __init__(self, manifest_hash: str) -> None:
-        """Start without bytes; nothing is asked for before :meth:`ask`."""
+        """Start without bytes; nothing is asked for before :meth:`ask`.
+
+        :param manifest_hash: hash of the manifest that is fetched.
+        """
         self.manifest_hash = manifest_hash
         self._data = bytearray()
         self._window_nbytes = PIECE_NBYTES  # small: the link is unknown yet

@@ -76,7 +76,7 @@ class LoadRound:
         return self.state == "partial"
 
     def move(self, event: RoundEvent) -> None:
-        """Change the state of the round by the table ``ROUND``."""
+        """Change the state of the round by the table ``ROUND``; raise if impossible."""
         self.state = ROUND.next(self.state, event)
 
     def assign(self, version: int) -> None:
@@ -143,11 +143,7 @@ class ReplicaView(NamedTuple):
 
 
 class LoadRounds:
-    """The rounds of every target replica of a channel.
-
-    :param view: the present members of a replica, by group and index.
-    :param content: returns the version whose bytes a version has.
-    """
+    """The load rounds of every target replica of a channel."""
 
     def __init__(
         self,
@@ -156,6 +152,8 @@ class LoadRounds:
         out: list[Effect],
         content: Callable[[int], int] = lambda version: version,
     ) -> None:
+        """Start without rounds. ``view`` returns the present ranks of a replica;
+        ``content``: the version whose bytes a version has. ``out`` gets the effects."""
         self._channel, self.view, self._out, self._content = channel, view, out, content
         self._of_replica: dict[tuple[str, int], LoadRound] = {}
         self._due: set[tuple[str, int]] = set()

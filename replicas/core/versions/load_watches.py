@@ -20,7 +20,9 @@ class LoadWatches:
     ) -> None:
         """Start without watches.
 
+        :param rounds: tell which version each replica serves.
         :param adoption: decides which version all targets load together.
+        :param ledger: tells which versions were rejected.
         :param out: the channel's effects, to which answers are added.
         """
         self._roster, self._rounds, self._adoption, self._out = roster, rounds, adoption, out

@@ -66,6 +66,7 @@ class Lockstep:
         """Start without decisions.
 
         :param rounds: the load rounds, which grant versions to replicas.
+        :param history: gets the reasons why replicas did not load a version.
         :param out: the channel's effects, to which answers are added.
         """
         self._config, self._rounds, self._history, self._out = config, rounds, history, out
@@ -93,7 +94,7 @@ class Lockstep:
         return self._served.version
 
     def is_rejected(self, version: int) -> bool:
-        """Return True if targets do not load ``version``, nor the newest one."""
+        """Return True if targets load neither ``version`` nor the newest one."""
         return version > self.served and self._newest.version in self._rejected
 
     def waits(self, member: Member) -> bool:
@@ -131,9 +132,9 @@ class Lockstep:
         self.touch(_key(state.member))
 
     def asked(self, state: MemberState, ask: wire.ReceiveAsk) -> None:
-        """Note that a rank asks for a version, so that its replica is waited for.
+        """Record that a rank asks for a version: from now on its replica is waited for.
 
-        Reject the version of the poll if the rank waits for a newer one.
+        If the rank waits for a newer version than that of the poll, reject the latter.
         """
         key = _key(state.member)
         self._outside.discard(key)
@@ -143,16 +144,20 @@ class Lockstep:
             self._reject(self._candidate.version, f"{state.member.replica_name} waits for a newer version")
 
     def can_load(self, state: MemberState, message: wire.CanLoad) -> None:
-        """Note a rank's report that it can load a version; the rank waits.
+        """Record a rank's report that it can load a version.
 
-        The answer is sent by :meth:`advance`.
+        The rank waits for the decision.
+
+        The answer is queued by :meth:`advance`.
         """
         self._said[state.member] = message
         self._fresh.add(state.member)
         self.touch(_key(state.member))
 
     def failed(self, state: MemberState, version: int, why: str) -> None:
-        """Note that a rank does not load a version; if undecided, no target loads it.
+        """Record that a rank does not load a version.
+
+        If that is undecided, no target loads it.
 
         :param why: its reason, as text.
         """
@@ -161,9 +166,10 @@ class Lockstep:
             self._reject(version, f"{state.member.replica_name} does not load it ({why})")
 
     def touch(self, key: Key) -> None:
-        """Note a change of a replica, such as the begin of a drain.
+        """Find out again whether the poll waits for a replica, which has changed.
 
-        The poll then waits for a report of it, or no longer does.
+        A change is a join, a loss, a report, or the begin of a drain. :meth:`advance`
+        may decide then.
 
         :param key: its group and index.
         """
@@ -186,10 +192,12 @@ class Lockstep:
     # ------------------------------------------------------------ decisions
 
     def advance(self, newest: Newest, now: float) -> Newest:
-        """Take all decisions that are due; return the version that rounds may grant.
+        """Take all decisions that are due.
+
+        Return the newest version that rounds may grant.
 
         Queue the answers to the ranks that wait for them. Without ``adopt_together``
-        return ``newest``.
+        return ``newest``, and do nothing.
 
         :param newest: the newest committed version.
         """

@@ -169,7 +169,8 @@ class Manifests:
     def __init__(self, channel: str, out: list[Effect]) -> None:
         """Start without manifests.
 
-        :param out: the channel's effects, to which requests are added.
+        :param channel: its name. :param out: the channel's effects, to which requests
+            for manifests are added.
         """
         self._channel = channel
         self._out = out

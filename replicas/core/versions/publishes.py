@@ -123,7 +123,7 @@ class Publish:
         return phases | ({"hold": hold_s} if (hold_s := longest("hold")) else {})
 
     def note_holders(self, now: float) -> None:
-        """Note the time at which members got the version, once for each."""
+        """Record when each member that has the version now got it, for the phases."""
         if self.transfer is not None:
             for member in self.transfer.verified - self.held.keys():
                 self.held[member] = now - self.began_at
@@ -275,7 +275,7 @@ class Publishes:
         return self._known.get((member.group, member.replica, number))
 
     def without_verdict(self) -> list[Publish]:
-        """Return the publishes that have no verdict yet, oldest first."""
+        """Return the publishes that have no verdict yet, oldest first; change none."""
         return [publish for publish in self._known.values() if not publish.over]
 
     def take_number(self) -> int:

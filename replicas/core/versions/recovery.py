@@ -67,6 +67,10 @@ class RecordedState:
     """
 
     def __init__(self, ledger: Ledger) -> None:
+        """Start from the decisions on disk.
+
+        :param ledger: those decisions; owned here from now on.
+        """
         self.ledger = ledger
         self.last: SyncRecord | None = None
         self.disk_problem = ""
@@ -120,7 +124,8 @@ class Recovery:
     # ------------------------------------------------------------ expected members
 
     def expect(self, members: Collection[Member], told: Collection[tuple[int, float]] = ()) -> None:
-        """Set the members of the earlier coordinator, to be waited for.
+        """Set the members that the earlier coordinator had, so that they are waited
+        for.
 
         :param members: empty if they are unknown.
         :param told: ``(version, time)`` of the commits that its events have reported.
@@ -218,9 +223,10 @@ class Recovery:
     # ------------------------------------------------------------ the end of the window
 
     def tick(self, now: float) -> None:
-        """End the window when it is time, and decide the versions that members hold.
+        """End the window when it is time: decide the versions that members hold.
 
-        Also handle the messages that were deferred.
+        Also handle the messages that were deferred, and count members that did not come
+        back as lost. Call it regularly.
         """
         if self._done:
             return
@@ -323,9 +329,9 @@ class Recovery:
             self._answer = message
 
     def undescribed(self, state: MemberState) -> None:
-        """Note that a holder cannot describe its copy, so that another is asked.
+        """Record that a holder cannot describe its copy: another holder is asked next.
 
-        The copy no longer counts as one.
+        The copy no longer counts as one. A member that was not asked is ignored.
         """
         if state is self._described:
             state.drop_version(self._asked)

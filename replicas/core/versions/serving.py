@@ -64,6 +64,10 @@ class Serving:
     """
 
     def __init__(self, context: ChannelContext, rounds: LoadRounds) -> None:
+        """Start without a canary; tell nothing.
+
+        :param rounds: tell which version each replica serves.
+        """
         self._context, self._rounds, self._ledger = context, rounds, context.ledger
         self._config = context.config
         self.exposed = context.ledger.current()
@@ -73,7 +77,7 @@ class Serving:
     # ------------------------------------------------------------ telling members
 
     def joined(self, state: MemberState, durable: Ledger) -> None:
-        """Note which version a new member knows, from its Hello or its Welcome.
+        """Record which version a new member knows, from its Hello or its Welcome.
 
         :param durable: the decisions that are on disk, of which the Welcome tells.
         """
@@ -82,7 +86,10 @@ class Serving:
         self._note_told(state, state.hello.latest if state.from_before else new)
 
     def _note_told(self, state: MemberState, version: int) -> None:
-        """Note that the member was told that the version is committed."""
+        """Record that the member was told that ``version`` is committed.
+
+        Send nothing.
+        """
         state.told = version
         if state.is_target:
             self.exposed = max(self.exposed, version)

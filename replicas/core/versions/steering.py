@@ -54,6 +54,11 @@ class Steering:
     """Carries out orders about the versions of one channel."""
 
     def __init__(self, context: ChannelContext, serving: Serving, recommits: Recommits) -> None:
+        """Start without orders.
+
+        :param serving: carries out promotions and rejections. :param recommits: give
+            older content a new number, for rollbacks.
+        """
         self._context, self._serving, self._recommits = context, serving, recommits
         self._ledger, self._name = context.ledger, context.config.name
         self._seen = (-1, 0)
@@ -326,7 +331,7 @@ class Steering:
     # ------------------------------------------------------------ what members keep
 
     def joined(self) -> None:
-        """Note that a member has joined, which must be told what to keep."""
+        """Have :meth:`advance` tell a member that has joined what to keep."""
         self._newcomers = True
 
     def _message(self) -> wire.Labels:

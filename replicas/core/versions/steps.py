@@ -15,7 +15,8 @@ from replicas.core.base.effects import StepFell
 
 
 def number_in(meta: Mapping[str, object] | None, key: str) -> int | float | None:
-    """Return the number under ``key`` in a publisher's ``meta``; None if none."""
+    """Return the number under ``key`` in a publisher's ``meta``; None if there is
+    none."""
     found = (meta or {}).get(key)
     return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None  # True is an int
 
@@ -29,14 +30,16 @@ class Steps:
     """
 
     def __init__(self, channel: str) -> None:
+        """Start without a step; the channel's name is for the event."""
         self._channel = channel
         self.reached: int | float | None = None
         self.fell: StepFell | None = None
 
     def committed(self, version: int, meta: Mapping[str, object] | None) -> StepFell | None:
-        """Note the step of a committed version.
+        """Store the step of a committed version.
 
-        Return an event if it is lower than an earlier one, the first time; else None.
+        Return an event, for the caller to emit, if it is lower than an earlier one, the
+        first time; else None.
 
         :param meta: what the publisher said of the version, with ``step`` in it.
         """
