@@ -75,9 +75,7 @@ class Carrier(HelperProcess):
     ping, forget = wire.Ping, wire.ForgetSlot
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
-        """Take over a started carrier process.
-
-        Watch it and its socket on the running loop.
+        """Take over a started carrier process; watch it on the running loop.
 
         :param pidfd: of the process. :param sock: connected to it. Both are closed at
             its end.
@@ -230,6 +228,7 @@ class Carrier(HelperProcess):
         :param source: address to connect from; "" means any.
         :param digest: of the version; "" if not known yet.
         :param base: an older version that holders may have, for deltas.
+        :param encrypt: pull and serve over TLS only.
         :param numbers: the transfer's number at each holder; empty if it is
             ``transfer``.
         :raises PullFailed: no holder is left, or the time was up.

@@ -339,9 +339,8 @@ class Server:
                 raise
 
     def _send_range(self, sock: socket.socket, offered: _Offered, start: int, end: int) -> None:
-        """Send bytes ``start`` to ``end`` of the image.
-
-        Wait for bytes that are missing.
+        """Send bytes ``start`` to ``end`` of the image, waiting for those that are
+        missing.
 
         Signs of life go out meanwhile.
 

@@ -54,7 +54,11 @@ def lines(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Escape the unprintable characters of ``text``, line breaks too, without loss."""
+    """Return ``text`` with its unprintable characters, line breaks too, as Python
+    escapes.
+
+    Nothing is lost.
+    """
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
@@ -106,7 +110,7 @@ def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
 
 
 def hanging(text: str) -> str:
-    """Return :func:`lines`, all but the first indented by two spaces.
+    """Return :func:`lines` of ``text``, all but the first indented by two spaces.
 
     So no line of a foreign text can look like an entry of the log that quotes it.
     """
@@ -115,9 +119,10 @@ def hanging(text: str) -> str:
 
 
 def characters(text: str) -> str:
-    """Replace each character that is neither printable nor a line break or tab.
+    """Return ``text`` without unprintable characters, in the same length.
 
-    For text with a fixed layout: its length does not change.
+    Each one that is neither a line break nor a tab becomes the replacement character.
+    For text with a fixed layout.
     """
     if text.isprintable():
         return text

@@ -55,12 +55,12 @@ class Patience(PauseClock):
         self._since: float | None = None
 
     def measure_duration(self, now: float, so: bool) -> float:
-        """Record at this look whether the condition holds (``so``).
+        """Record at this look whether the condition holds (``so``), and for how long it
+        has.
 
-        Return for how long it has.
-
-        Return 0 if it does not hold now, or if this process was paused before this
-        look. In seconds; the next look is due one interval after ``now``.
+        Return that time in seconds. Return 0 if the condition does not hold now, or if
+        this process was paused before this look. The next look is due one interval
+        after ``now``.
         """
         if self._since is None or not so or self.measure_pause(now):
             self._since = now if so else None

@@ -184,7 +184,7 @@ class Engine:
                 session.send(wire.Ack())
 
     def detach(self, session: MemberSession, connection: MemberConnection) -> None:
-        """Note that the member's connection has ended; the member may reconnect."""
+        """Stop writing to ``connection``, which has ended; its member may reconnect."""
         channel = self._channel(session.member)
         if session.detach(connection) and channel is not None:
             channel.roster.disconnected(session.member, self._now())
@@ -371,7 +371,8 @@ class Engine:
                 self._subscribers.emit(event)
 
     async def _read(self, channel: ChannelState, effect: effects.Read) -> None:
-        """Read the manifests named by ``effect`` on a thread, for the channel."""
+        """Read the manifests named by ``effect`` on a thread; give them, or the error,
+        to the channel, and carry out what follows."""
         found: Joined | errors.ReplicasError
         try:
             found = await asyncio.to_thread(read, effect)

@@ -221,7 +221,8 @@ class Cluster:
         return wire.NewToken(tokens.text("member"), tokens.text("operator"))
 
     def _assign_leftover_shims(self, member: NodeEntry, scope: str) -> None:
-        """Have a new agent, of this ``scope`` of pids, or leases end the old shims."""
+        """Have the shims of the node's earlier agent ended: by the new agent, if it has
+        the same ``scope`` of pids; else by their lease."""
         left = {nonce: one for nonce, one in (member.cleaning | member.handles).items() if not one.state.gone}
         member.cleaning, member.handles = {}, {}
         for nonce, handle in left.items():

@@ -384,7 +384,7 @@ class Nodes:
                 self._drain_on(node)
 
     def _drain_on(self, node: str) -> None:
-        """Drain a node in a new task, unless a task for it runs."""
+        """Start a task that drains a node, unless one runs; do not wait."""
         if node in self._draining:
             return
         self._draining.add(node)
