@@ -81,7 +81,7 @@ class Channel(Collectives):
 
     @property
     def member(self) -> Member:
-        """This process's identity on the channel: group, replica, rank, join."""
+        """This process's group, replica, rank and incarnation (nonce of the join)."""
         return self._hub.member
 
     @property

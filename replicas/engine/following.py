@@ -213,8 +213,7 @@ class Follower:
                         self._load_or_refuse(update, channel.latest)
 
     def _raise_if_gone(self) -> None:
-        """Raise SyncError if the engine's health, which is asked for, says that it is
-        gone."""
+        """Ask for the engine's health; raise SyncError if it is gone."""
         if reason := self._engine.health():
             raise _lost(reason)
 
@@ -327,11 +326,10 @@ class Follower:
             raise Refused(text, phase="load", hint="let one follower alone load versions into a server")
 
     def _load(self, update: Update) -> None:
-        """Pause the engine, load, reset the caches, resume, open the gate.
+        """Pause the engine, load the version, reset the caches, resume, open the gate.
 
-        Each step waits.
-
-        Record how long the load and the pause took, for the limit and time of the next.
+        Each step blocks, and has a time limit. Record how long the load and the pause
+        took, for the limit and the time of the next load.
 
         :raises Refused: the model is unchanged; the server was resumed with it.
         :raises replicas.errors.ReplicasError: any other failure; the gate is shut then,

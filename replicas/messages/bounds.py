@@ -81,7 +81,7 @@ ErrorText = Annotated[str, msgspec.Meta(max_length=ERROR_LENGTH)]
 def most_nbytes(kind: str) -> int:
     """Return the limit in bytes of an encoded message.
 
-    :param kind: name of the message's class.
+    :param kind: name of the message's class, such as ``Packed``.
     """
     return OPERATION_NBYTES if kind == "OperationPost" else OTHER_NBYTES
 

@@ -289,7 +289,10 @@ class RankOperations(Part):
             self._hub.spawn(self._finish(job, message.receipt), f"result of {job.operation.kind}")
 
     async def _finish(self, job: Job, data: wire.ReceiptData) -> None:
-        """Write the results on a worker thread; end the job with the outcome."""
+        """Write the results on a worker thread.
+
+        Then end the job with its receipt or error.
+        """
         try:
             outcome = await asyncio.to_thread(self._write, job, data)
         except BaseException as error:  # no thread could be started, or the loop ends
@@ -299,7 +302,13 @@ class RankOperations(Part):
             self._end(job, outcome)
 
     def _write(self, job: Job, data: wire.ReceiptData) -> Receipt | errors.ReplicasError:
-        """Any thread: write the caller's tensors; return the receipt, or the error."""
+        """Any thread: write the results into the caller's tensors, and return the
+        receipt.
+
+        Return the error if that fails; it raises none.
+
+        :param data: the receipt's data from the coordinator.
+        """
         attempt = job.attempt
         try:
             if attempt is None:

@@ -347,7 +347,8 @@ class Unknown:
             self._let_go(job)
 
     def mark_told(self, refs: tuple[str, ...]) -> None:
-        """Note that the caller knows of results to collect: no Gone for them.
+        """Record that the caller knows of results to collect: no later call raises Gone
+        for them.
 
         :param refs: the coordinator's ids of the operations.
         """

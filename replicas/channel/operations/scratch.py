@@ -72,7 +72,8 @@ class Scratch:
         return locked(self._lock, self._take_idle, _rounded(nbytes))
 
     def _take_idle(self, wanted: int) -> Buffer | None:
-        """Under the lock: take and return the smallest fitting buffer, or None."""
+        """Under the lock: remove and return the smallest buffer from ``wanted`` bytes
+        to twice that; None if there is none."""
         # leave much larger buffers for operations that need them
         fitting = [buffer for buffer in self._idle if wanted <= buffer.nbytes <= 2 * wanted]
         if not fitting:
@@ -94,7 +95,12 @@ class Scratch:
             too_many.close()
 
     def _give(self, buffer: Buffer, spoiled: bool) -> Buffer | None:
-        """Under the lock: keep the buffer; return a buffer to free, or None."""
+        """Under the lock: keep the buffer in the pool.
+
+        Return a buffer for the caller to free.
+
+        Return None if none is to be freed. ``spoiled`` as of :meth:`give`.
+        """
         if self._closed or (spoiled and self._device):
             return buffer
         self._idle.append(buffer)

@@ -282,7 +282,7 @@ class Hub:
             self._guarded(self.tell, Part.paused)
 
     def disconnected(self, reason: str) -> None:
-        """Note when and why the connection was lost; time a report of long outages."""
+        """Store when and why the connection was lost; time a report of long outages."""
         self.down_since = time.monotonic()
         self._down_reason = reason
         self.after(DOWN_S, self._report_long_outage, self.down_since)

@@ -92,7 +92,7 @@ class SessionHandler(Protocol):
         """Handle a suspension of this process: the next messages may be out of date."""
 
     def disconnected(self, reason: str) -> None:
-        """Note the loss of a connection; the session reconnects on its own."""
+        """Handle the loss of a connection; the session reconnects on its own."""
 
     def session_over(self, error: errors.ReplicasError) -> None:
         """End the channel's work with ``error``: the session ended for good."""
@@ -153,14 +153,8 @@ class Session:
     # ------------------------------------------- for the channel, on the session thread
 
     async def open(self, timeout_s: float) -> None:
-        """Connect and shake hands, or raise.
-
-        Then start the task that keeps the session alive.
-
-        :raises replicas.errors.Disconnected: no coordinator answered within
-            ``timeout_s``.
-        :raises replicas.errors.ReplicasError: the coordinator refuses the member.
-        """
+        """Connect within ``timeout_s``, or raise Disconnected, or the coordinator's
+        refusal. Then start the task that keeps the session alive."""
         try:
             with say_if_slow(self._tell_wait, f"up to {timeout_s:g} s"):
                 async with asyncio.timeout(timeout_s):
@@ -188,7 +182,10 @@ class Session:
         self._wake.set()
 
     async def close(self, reason: str, timeout_s: float) -> None:
-        """Send Bye within ``timeout_s`` if connected, and end the session's task."""
+        """Send Bye within ``timeout_s`` if connected, and end the session's task.
+
+        :param reason: the text of the Bye.
+        """
         if self._task is None or self._closing:
             self._closing = True
             return

@@ -65,7 +65,7 @@ class Carried:
 
         It does not wait. :meth:`filled` raises the number, and :meth:`end` ends it.
 
-        :param regions: (start, end, bytes of an element) of ranges of the memory, for
+        :param regions: (start, end, bytes of an element) of ranges of the data, for
             deltas.
         """
         self._carrier.serve(*self._lent, filled, self._base, regions, encrypt=self._encrypt)

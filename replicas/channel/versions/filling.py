@@ -320,7 +320,7 @@ class Filling:
         return written.slot
 
     def _check(self, job: PublishJob) -> None:
-        """Raise an error if the publish has ended or failed, and needs no slot."""
+        """Raise an error if the publish has ended, so that it needs no slot."""
         if job.pending.done():
             job.pending.wait()
         if job.state != "walking":

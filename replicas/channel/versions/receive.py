@@ -282,7 +282,7 @@ class Receiver(Part):
         self._wish = _Wish(self._wish.bound, self._wish.deadline_s)
 
     def _overdue(self, deadline_s: float) -> None:
-        """Cancel the ask and fail its Pending at the deadline."""
+        """Cancel the ask, and fail its Pending: ``deadline_s`` seconds have passed."""
         hub, bound = self._hub, self._wish.bound
         what, found, wanted = "the receive", "", 0 if bound.key else bound.least or hub.loaded + 1
         if bound != Bound():
@@ -372,7 +372,11 @@ class Watches(Part):
     session_down = fail_all
 
     def _add_watch(self, watch: _Watch, deadline_s: float | None) -> None:
-        """Add a watch, start its timer, and tell the coordinator."""
+        """Add a wait, start its timer, and ask the coordinator if the wait is for
+        loads.
+
+        :param deadline_s: seconds; None: no limit.
+        """
         if self._hub.over is not None:
             watch.pending.fail(self._hub.over)
             return

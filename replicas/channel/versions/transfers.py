@@ -57,13 +57,11 @@ KEPT_FILLED = 8
 
 
 class Transfers(Part):
-    def __init__(self, hub: Hub, lanes: SidecarLanes, carriers: Carriers, manifests: ManifestExchange) -> None:
-        """Start without transfers.
+    """The transfers of versions to and from this member, one task for each."""
 
-        :param lanes: run broadcasts. :param carriers: give the process that serves and
-            pulls.
-        :param manifests: gets the manifests of offered versions.
-        """
+    def __init__(self, hub: Hub, lanes: SidecarLanes, carriers: Carriers, manifests: ManifestExchange) -> None:
+        """Start without transfers. ``lanes`` run broadcasts, ``carriers`` give the
+        process that serves and pulls, ``manifests`` gets those of offered versions."""
         self._hub = hub
         self._lanes = lanes
         self._carriers = carriers
@@ -195,7 +193,8 @@ class Transfers(Part):
                 self._hub.spawn(transfer.drop_base(self._hub.arena), f"the base of transfer {transfer.offer.transfer}")
 
     async def _pull(self, transfer: Transfer) -> wire.TransferDone | None:
-        """Pull the version into a slot, from which others may pull meanwhile."""
+        """Pull the version into a slot, from which others may pull meanwhile. Return
+        the report to send, or None if the transfer was withdrawn."""
         offer, hub = transfer.offer, self._hub
         manifest = await self._manifests.decoded(offer.manifest_hash)
         if not transfer.running:  # else this is a second pull
@@ -208,7 +207,7 @@ class Transfers(Part):
         started, told = time.monotonic(), dict.fromkeys(transfer.carried, 0)
 
         def moved(carried: Carried, nbytes: int) -> None:
-            """Report the bytes that all parts have received so far."""
+            """Report how many bytes all parts together have received so far."""
             told[carried] = nbytes
             hub.send(wire.TransferMoved(offer.transfer, sum(told.values())))
 
@@ -306,7 +305,10 @@ class Transfers(Part):
             raise self._hub.error(errors.Gone, "the publisher has not copied the version in time", hint="")
 
     async def _map(self, transfer: Transfer) -> wire.TransferDone | None:
-        """Map a holder's memory of the version here; return None if withdrawn."""
+        """Map a holder's memory of the version here; return the report to send.
+
+        Return None if the transfer was withdrawn.
+        """
         offer, hub, started = transfer.offer, self._hub, time.monotonic()
         manifest = await self._manifests.decoded(offer.manifest_hash)
         place = self._place_of(offer)

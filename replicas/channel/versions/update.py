@@ -388,7 +388,7 @@ class Update:
         self._conclude(outcome, partial(self._owner.failed, self.version, error, kept=outcome == "refused"))
 
     def _conclude(self, outcome: str, report: Callable[[], None]) -> None:
-        """Set the outcome and call ``report``, once; end the update outside a block."""
+        """Once: set the outcome and call ``report``; outside a block end the update."""
         if not locked(self._lock, self._report, outcome):
             return
         try:

@@ -142,6 +142,7 @@ def place(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> tuple[
 def _missing(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> str:
     """Return what the nodes lack for the replica, as text, such as "2 GPUs (1 free)".
 
+    :param need: what each of its parts needs. :param offers: all nodes.
     :param taken: shares that other replicas have.
     """
     if not offers:

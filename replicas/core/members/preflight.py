@@ -48,7 +48,10 @@ MULTI_RANK_VERSION = (2, 30)
 
 
 def sends_by_group(config: ChannelConfig) -> bool:
-    """Return True if the channel sends versions by a process group, not by pulls."""
+    """Return True if the channel sends versions by a process group, and not by pulls.
+
+    :param config: of the channel.
+    """
     on_device = config.transport == "auto" and config.staging == "device"
     return not config.encrypt and (config.transport == "group" or on_device)
 
@@ -184,6 +187,8 @@ def nccl_works(hellos: Sequence[Hello]) -> bool:
     It needs one GPU for each process, all different, unless several ranks on one are
     enabled. NCCL takes one GPU for two if the processes' NCCL_HOSTID differ (correct,
     but slow).
+
+    :param hellos: first messages of the processes, with their GPUs and NCCL settings.
     """
     seen: set[tuple[str, str]] = set()
     for hello in hellos:
@@ -219,12 +224,16 @@ def carries_bytes(hello: Hello, parties: Iterable[ChannelRole]) -> bool:
     """Return True if a rank moves bytes itself, in any of these roles of its group.
 
     In a role with ``ranks = "leader"`` only rank 0 does.
+
+    :param hello: the rank's first message. :param parties: roles of any groups; those
+        of others are ignored.
     """
     return any(party.group == hello.group and (party.ranks != "leader" or hello.rank == 0) for party in parties)
 
 
 def _in_groups(hello: Hello, config: ChannelConfig) -> bool:
-    """Return True if this rank may ever be a member of a process group."""
+    """Return True if this rank may ever be a member of a process group on the
+    channel."""
     return carries_bytes(hello, (*config.sources, *config.targets, *config.peers))
 
 

@@ -139,6 +139,7 @@ class Roster:
         not changed: the caller must lose that one and those :meth:`outlived` first,
         then :meth:`insert` the new one.
 
+        :param hello: its first message. :param address: its IP address.
         :raises errors.ReplicasError: the Hello is not acceptable.
         """
         outlived = self.outlived(hello)
@@ -288,12 +289,12 @@ class Roster:
 
     @property
     def live(self) -> tuple[MemberState, ...]:
-        """Members of the current epoch (membership), in order."""
+        """Members of the current epoch (membership), by group, replica and rank."""
         return self._current()[1]
 
     @property
     def targets(self) -> tuple[MemberState, ...]:
-        """Live targets that receive bytes themselves, in order."""
+        """Live targets that receive bytes themselves, by group, replica and rank."""
         return self._current()[2]
 
     def _current(self) -> tuple[int, tuple[MemberState, ...], tuple[MemberState, ...]]:
@@ -352,6 +353,7 @@ class Roster:
     def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
         """Remove a live member from the epoch until it has caught up.
 
+        :param why: reason, for its status.
         :param missed: the version that it must have to be admitted again; 0 for none.
         """
         self.epoch += 1  # only live members are left behind

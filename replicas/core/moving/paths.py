@@ -176,7 +176,9 @@ def _pulled_parts(
     Leaders that the owners of all their parts do not reach are left out.
 
     :param owners: of the parts, in order.
+    :param leaders: one member of each host, which gets the version for the others.
     :param local: numbers of the parts that each leader copies on its own host.
+    :param works: as of :func:`plan`.
     """
 
     def reached(leader: MemberState) -> bool:
@@ -194,7 +196,8 @@ def _pulled_parts(
 
 
 def _leaders(states: Sequence[MemberState]) -> tuple[MemberState, ...]:
-    """Return the first member of each host: it gets the version for the others."""
+    """Return the first of ``states`` on each host: it gets the version for the
+    others."""
     first: dict[int, MemberState] = {}
     for state in states:
         first.setdefault(state.host, state)

@@ -252,8 +252,8 @@ class Transfer:
     # ------------------------------------------------------------ messages of members
 
     def ready(self, member: Member, transfer: int, now: float) -> None:
-        """Note that a member has its slot ready for attempt ``transfer``, or begins to
-        pull. When the last member of the broadcast is ready, that starts."""
+        """Take a member's report that its slot is ready for attempt ``transfer``, or
+        that a pull begins. After the last member of the broadcast, that starts."""
         attempt, one = self.attempt, self.attempt.under_way(member, transfer)
         if one is None or one.state == "taking":
             return
@@ -386,8 +386,8 @@ class Transfer:
                 self._context.hosts.make_own_host(state)
 
     def _broadcast_ended(self, error: errors.ReplicasError | None, form_s: float, now: float) -> None:
-        """Note the end of the broadcast: with an error, pull the version instead.
-        ``form_s``: the time to form its group. Members report a success."""
+        """Handle the end of the broadcast: with an error, pull the version instead.
+        ``form_s``: the time to form its group."""
         self.attempt.stop_broadcast = None
         self.seconds["form"] += form_s
         if error is None:
@@ -414,7 +414,7 @@ class Transfer:
             self._forget_held(member)
 
     def _forget_held(self, member: Member) -> None:
-        """Note that the member does not hold the version, without telling it."""
+        """Record that the member does not hold the version, without telling it."""
         for state in self._roster.states([member]):
             state.drop_version(self.payload.version)
 
@@ -536,7 +536,7 @@ class Transfer:
         self._on_end(self, error, now)
 
     def stop(self, *, complete: bool) -> None:
-        """Withdraw all offers, and end the transfer without calling ``on_end``."""
+        """Withdraw all offers; end as complete, or failed, without ``on_end``."""
         if not self.over:
             self.attempt.close()
             self.state = TRANSFER.next(self.state, "done" if complete else "fail")

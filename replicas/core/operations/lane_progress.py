@@ -60,5 +60,5 @@ class LaneProgress:
 
 
 def _still(last: LaneMoved) -> bool:
-    """Return True if the report says that no byte has moved for too long."""
+    """Return True if a member's report says that no byte has moved for too long."""
     return last.still_s >= max(STILL_S, STILL_TRIPS * last.rtt_s)

@@ -162,7 +162,8 @@ class Lanes:
         return hashlib.blake2b(what.encode(), digest_size=SECRET_NBYTES, key=self._secret).digest()
 
     def formed(self, member: Member, name: str) -> None:
-        """Note that a member has joined the process group called ``name``.
+        """Record a member's report that it has joined the process group called
+        ``name``.
 
         After the last member's report the lane is formed. Unknown lanes are ignored.
         """

@@ -87,8 +87,8 @@ class Matching:
         return member.rank if self._ranks == "each" else 0
 
     def live(self, domain: int) -> list[MemberState]:
-        """Return the live peers that run collectives with each other (those of one
-        rank, or all), in the order of their groups, replicas and ranks."""
+        """Return the live peers of a domain (those of one rank, or all), which run
+        collectives, in the order of their groups, replicas and ranks."""
         return [s for s in self._roster.live if s.is_peer and s.carries and self.domain_of(s.member) == domain]
 
     def _peers(self, domain: int) -> list[MemberState]:
@@ -170,8 +170,8 @@ class Matching:
         return errors.Gone(f"step {step} has passed: the others have done step {passed}", phase="wait", hint=hint)
 
     def record_step(self, domain: int, step: int | None) -> None:
-        """Note that a step has succeeded, and refuse posts of it and of earlier ones.
-        ``step``: the tag of the operation; None for none."""
+        """Record that a step has succeeded in a domain (process group): refuse posts of
+        it and of earlier ones. ``step``: the tag of the operation; None for none."""
         if step is None or step <= self._steps.get(domain, -1):
             return
         self._steps[domain] = step
@@ -193,7 +193,7 @@ class Matching:
         return None  # wait for a peer that has never joined
 
     def end(self, post: Post) -> None:
-        """Remove a post (a member's call) that has its verdict."""
+        """Remove a post (a member's call), as it has its verdict; send nothing."""
         stream = self._streams.get(post.member)
         if stream is not None and post in stream:
             stream.remove(post)
@@ -314,7 +314,7 @@ class Matching:
 
     def _root_problem(self, heads: Sequence[Post], root: int) -> errors.ReplicasError | None:
         """Return the error for a root that has no post, as it is not live, or None.
-        ``root``: index of the root's post; -1 if there is none."""
+        ``heads``: a post of each member; ``root``: index of the root's, or -1."""
         message = heads[0].message
         if not message.root or root >= 0 or any(post.message.root != message.root for post in heads):
             return None  # _disagreement() has the better text
@@ -330,7 +330,7 @@ class Matching:
 
     def _expected_members(self, heads: Sequence[Post], root: int) -> tuple[Member, ...]:
         """Return the members live at the root's call, or else at the first call.
-        ``root``: index of the root's post; -1 if there is none."""
+        ``heads``: a post of each member; ``root``: index of the root's, or -1."""
         members = tuple(post.member for post in heads)
         decisive = heads[max(root, 0)]
         if decisive.message.kind in ("scatter", "reduce_scatter") and len(decisive.message.segments) == len(heads):
@@ -422,7 +422,8 @@ def _disagreement(heads: Sequence[Post]) -> errors.ReplicasError | None:
 
 def _miscount(heads: Sequence[Post], root: int, first: Sequence[Member]) -> errors.ReplicasError | None:
     """Return the error for a post without one tensor for each member, or None. Only
-    scatter and reduce_scatter need them. ``first``: the expected members."""
+    scatter and reduce_scatter need them. ``first``: the expected members; ``root``:
+    index of the root's post in ``heads``."""
     kind = heads[0].message.kind
     if kind not in ("scatter", "reduce_scatter"):
         return None
@@ -438,7 +439,7 @@ def _miscount(heads: Sequence[Post], root: int, first: Sequence[Member]) -> erro
 
 
 def _show(post: Post) -> str:
-    """Return the call with its arguments as text, for error messages."""
+    """Return a post's call with its arguments as text, for error messages."""
     message = post.message
     parts = list_text([f"{segment.dtype}{list(segment.shape)}" for segment in message.segments])
     root = f" {message.root}" if message.root else ""

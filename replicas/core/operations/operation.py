@@ -166,7 +166,10 @@ class Operation:
         )
 
     def receipt(self, epoch: int, now: float) -> ReceiptData:
-        """Return the receipt of a success at ``now``, for all participants."""
+        """Return the receipt of a success at ``now``, the same for all participants.
+
+        :param epoch: number of the present membership.
+        """
         phases = {
             "wait": self.started_at - self.posted_at,
             "form": self.ran_at - self.attempt_at,
@@ -197,7 +200,8 @@ class Operation:
 
         :param kind: class of the error.
         :param members: names that it concerns; default: all participants.
-        :param phase: default: the present one.
+        :param phase: default: the present one. :param hint: what the caller can do
+            about it.
         """
         return kind(
             f"{self.kind} {text}",

@@ -202,7 +202,7 @@ class Operations:
     # ------------------------------------------------------------ answers
 
     def done(self, member: Member, number: int, now: float) -> None:
-        """Note a member's report of success; after the last, send all the verdict.
+        """Record a member's report of success; after the last, send all the verdict.
 
         :param number: of the attempt; a past one is ignored.
         """
@@ -417,7 +417,7 @@ class Operations:
         self._close_idle_lanes()
 
     def _fail_stalled(self, operation: Operation, lane: Lane, now: float) -> None:
-        """Fail an operation if its bytes have stopped while all members are alive."""
+        """Fail an operation whose bytes have stopped while all members are alive."""
         awaited = operation.awaited
         if not lane.progress.stands_still(awaited, now):
             return

@@ -378,7 +378,7 @@ class Commits:
     # ----------------------------------------------- publishes of another coordinator
 
     def adopt_commit(self, version: int, digest: str, content: int = 0, *, served: bool = True) -> None:
-        """Decide a commit that a member has seen; ``served``: targets may load it."""
+        """Decide a commit that a member knows; ``served``: targets may load it."""
         if version > self.latest:
             name = "" if served or self._context.config.follow == "newest" else CANDIDATE
             self._decide(version, digest, None, content=content, name=name)

@@ -86,7 +86,7 @@ class LoadRound:
         self.owed.clear()
 
     def grant(self, member: Member) -> None:
-        """Note that the rank may load the round's version now, and has to report it."""
+        """Record that the rank may load the round's version now, and must report it."""
         self.move("grant")
         self.taken.add(member)
 
@@ -175,8 +175,8 @@ class LoadRounds:
         return self._of_replica.get((group, replica), LoadRound())
 
     def touch(self, state: MemberState) -> None:
-        """Note a change of this rank, as of the versions that it holds: :meth:`advance`
-        is due for its replica if a rank of it waits."""
+        """Make :meth:`advance` due for the replica of this rank, which has changed (as
+        the versions that it holds), if a rank of the replica waits."""
         key = (state.member.group, state.member.replica)
         if self._known(*key).asks:
             self._due.add(key)
@@ -202,7 +202,7 @@ class LoadRounds:
         return min(self._loaded, default=0)
 
     def _count(self, state: MemberState, change: int) -> None:
-        """Add a rank to those that serve its version (1), or remove it (-1)."""
+        """Add a rank to those that serve its version; remove it for ``change`` -1."""
         if state.is_target and state.carries:
             self._loaded[state.loaded] += change
             if not self._loaded[state.loaded]:
@@ -277,7 +277,7 @@ class LoadRounds:
             round_.grant(state.member)
 
     def loaded(self, state: MemberState, version: int) -> None:
-        """Note that a rank serves ``version`` now; the round may be complete then."""
+        """Record that a rank serves ``version`` now; the round may be complete then."""
         round_ = self._take_result(state, version)
         if round_ is not None:
             if version > round_.version:
@@ -285,8 +285,9 @@ class LoadRounds:
             self._recompute_loaded(round_, state.member)
 
     def failed(self, state: MemberState, version: int, why: str, *, kept: bool = False) -> None:
-        """Note that a rank failed to load ``version``, and emit an event of that.
+        """Record that a rank failed to load ``version``, and queue an event of that.
 
+        :param why: its reason, as text.
         :param kept: the rank refused it, and serves its own version unchanged.
         """
         round_ = self._take_result(state, state.loaded if kept else 0)
@@ -299,7 +300,7 @@ class LoadRounds:
         self._recompute_loaded(round_, state.member)
 
     def left_behind(self, group: str, replica: int, version: int, why: str) -> None:
-        """Report that this replica keeps its version while the others load a newer."""
+        """Report that this replica keeps its version; the others load a newer one."""
         self._note_failure(self.of(group, replica), group, replica, version, why, kept=True)
 
     def _note_failure(self, round_: LoadRound, group: str, replica: int, version: int, why: str, *, kept: bool) -> None:

@@ -368,7 +368,9 @@ class Publishes:
         return sorted({*ranks} - {member.rank for member in publish.packed})
 
     def packed(self, member: Member, message: Packed, world: int, now: float) -> None:
-        """Note that a rank filled its slot; after the last rank, queue the publish.
+        """Record that a rank has filled its slot.
+
+        After the last rank, queue the publish.
 
         :param world: number of the replica's ranks.
         """
@@ -384,7 +386,7 @@ class Publishes:
             self.queue.append(publish)
 
     def filled(self, member: Member, message: Filled, now: float) -> Publish | None:
-        """Note that a rank has filled a slot that was sent meanwhile (*streaming*).
+        """Record that a rank has filled a slot that was sent meanwhile (*streaming*).
 
         Return its publish, or None if that is over, or the rank was not streaming.
         """
@@ -404,9 +406,11 @@ class Publishes:
         self.moving = publish
 
     def end(self, publish: Publish, *, committed: bool) -> None:
-        """Give the publish its final state, and take it out of the queue.
+        """Give the publish its final state, and take it out of the queue; send nothing.
 
-        Free its manifests and ``meta``. It sends nothing.
+        Free its manifests and ``meta``.
+
+        :param committed: its version is committed; False: the publish has failed.
         """
         publish.manifests.clear()  # the payload has the joined manifest
         publish.meta, publish.asked = {}, msgspec.structs.replace(publish.asked, meta={})  # up to 1 MiB each

@@ -86,7 +86,7 @@ class RecordedState:
         return self.ledger.digest
 
     def recorded(self, decision: Decision) -> None:
-        """Note that the decision is on disk, so that readers may be shown it."""
+        """Apply a decision that is on disk now, so that readers are shown it."""
         self.ledger.apply(decision)
 
 
