@@ -375,8 +375,9 @@ async def free_slot(
 def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, deadline_s: float) -> WritableSlot:
     """Caller's thread: wait for a slot, and lend it as writable tensors by name.
 
-    :param mode: ``image``: the leader alone sends weights; ``parts``: each rank its
-        own.
+    :param weights: only names, shapes and dtypes are read. :param dtype: of plain
+        floating tensors; None: their own.
+    :param mode: ``image``: the leader sends all weights; ``parts``: each rank its own.
     :param deadline_s: seconds to wait; not at all on a coordinator's event loop.
     :raises replicas.errors.Busy: no slot became free in time.
     """
@@ -397,8 +398,8 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode,
 def reserve(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, slots: int) -> None:
     """Caller's thread: start to allocate the memory of ``slots`` slots; do not wait.
 
-    :param mode: ``image``: the leader alone sends weights; ``parts``: each rank its
-        own.
+    :param weights: names, shapes and dtypes, for the size..
+    :param mode: ``image``: the leader sends all weights; ``parts``: each rank its own.
     """
     manifest = _planned(hub, "reserve", weights, dtype, mode)
     if mode == "parts" or hub.leader:

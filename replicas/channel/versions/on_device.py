@@ -58,8 +58,9 @@ def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: 
 
 
 def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, device: str) -> None:
-    """Copy one part of a version out of another member's memory into ``slot``.
+    """Copy one part of a version out of another member's memory into ``slot``; wait.
 
+    :param manifest: of the version: tells where the part's pieces belong.
     :param place: where the part is; its ``part`` numbers it.
     :param device: UUID of the GPU that both are on; "" for host memory.
     :raises Gone, WorldError: as :func:`copy_image`.

@@ -155,7 +155,10 @@ class Receiver(Part):
     ) -> None:
         """Session thread: ask the coordinator for a version for ``pending``.
 
-        :param deadline_s: seconds; None: no limit.
+        Start its timer.
+
+        :param deadline_s: seconds; None: no limit. :param bound: the oldest version
+            that will do.
         :param replaced: the Pending of an open ask, which fails with UsageError.
         """
         if self._hub.over is not None:

@@ -94,7 +94,8 @@ class Lockstep:
         return self._served.version
 
     def is_rejected(self, version: int) -> bool:
-        """Return True if targets load neither ``version`` nor the newest one."""
+        """Return True if the decision is that targets load neither ``version`` nor the
+        newest one."""
         return version > self.served and self._newest.version in self._rejected
 
     def waits(self, member: Member) -> bool:
@@ -294,7 +295,8 @@ class Lockstep:
             self._decided(version)
 
     def _decided(self, version: int) -> None:
-        """End the poll if this decision settles it.
+        """End the poll (which asks all targets about one version) if this decision
+        settles it.
 
         :meth:`_answer` tells the members that wait.
         """

@@ -297,11 +297,13 @@ class Steering:
         return f"it was rejected ({why})" if why else f"its label is{self._labels_text(version) or ' none'}"
 
     def _fixed(self, ledger: Ledger, without: str = "") -> dict[int, str]:
-        """Return the contents that stay until a person says otherwise, with reasons.
+        """Return the contents that labels and leases keep, each with the name of its
+        label or "lease ...".
 
-        A content is named by the version with which its bytes were published.
+        A content is named by the version with which its bytes were published. The
+        labels ``candidate`` and ``previous``, which move on their own, are left out.
 
-        :param without: a label to ignore.
+        :param ledger: the labels and leases. :param without: a label to ignore.
         """
         fixed = {ledger.content(version): label for label, version in ledger.labels.items()
                  if label not in (without, *OWN_LABELS[1:])}  # fmt: skip
