@@ -29,6 +29,7 @@ PROMOTED: dict[str, Any] = {"follow": "promoted", "slots": 4}
 Order = Callable[[Channel], Awaitable[object]]
 PROMOTE: Order = lambda channel: channel.versions.promote("candidate")  # noqa: E731
 ROLLBACK: Order = lambda channel: channel.versions.rollback("previous")  # noqa: E731
+REJECT: Order = lambda channel: channel.versions.reject(why="worse")  # noqa: E731
 HOLD: Order = lambda channel: _held(channel)  # noqa: E731
 
 
@@ -69,6 +70,26 @@ async def test_a_coordinator_killed_in_the_middle_of_a_decision(
         await publish(trainer, 4.0)
         await trainer.versions.promote()
         assert {(await load(target))[1] for target in (*targets, late)} == {4.0}
+
+
+async def test_a_coordinator_killed_while_it_rejects(tmp_path: Path) -> None:
+    async with world_of(tmp_path, PROMOTED, trainer=1, rollout=2) as world:
+        trainer, target = await world.join("trainer"), await world.join("rollout")
+        await publish(trainer, 1.0)
+        await trainer.versions.promote()
+        assert await load(target) == (1, 1.0)
+        await publish(trainer, 2.0)
+        await world.coordinator.arm("decided")
+        told = asyncio.ensure_future(outcome(REJECT(trainer)))
+        await world.restarted()
+        assert await told in ("OutcomeUnknown", "done")
+        assert await load(await world.join("rollout", 1)) == (1, 1.0)
+        await wait_until(lambda: trainer.versions.labels == {"current": 1}, "no candidate")
+        with pytest.raises(errors.UsageError, match="no label 'candidate'"):
+            await trainer.versions.promote()
+        await publish(trainer, 3.0)
+        await trainer.versions.promote()
+        assert await load(target) == (3, 3.0), "it never loaded what was rejected"
 
 
 async def test_a_lease_outlives_the_coordinator(tmp_path: Path) -> None:

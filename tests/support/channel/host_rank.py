@@ -109,6 +109,11 @@ class _Rank:
                     raise RuntimeError(f"w{number} of version {update.version} has other values than those of {seed}")
             return {"version": update.version, "seed": seed}
 
+    def steer(self, order: str, version: str) -> dict[str, Any]:
+        """An order about the versions, such as ``promote``."""
+        getattr(self._channels["policy"].versions, order)(version).wait(TIMEOUT_S)
+        return {}
+
     def leave(self) -> dict[str, Any]:
         for channel in self._channels.values():
             channel.close()
