@@ -247,9 +247,7 @@ class StoreTampered(WorldError):
     The store is replaced. No member is blamed, and none is excluded.
     """
 
-    default_hint = (
-        "look who else reaches the port of the store: bind it to an address that only this run's machines reach"
-    )
+    default_hint = "bind the rendezvous store ([store] bind) to an address that only this run's machines reach"
 
 
 class Fenced(WorldError):

@@ -266,7 +266,7 @@ def _start(function: Callable[[], None]) -> None:
 
 def _print_error(error: BaseException) -> None:
     """Print one line about ``error`` on stderr."""
-    print(f"carrier {os.getpid()}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    print(f"replicas: carrier {os.getpid()} ends: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:

@@ -60,7 +60,7 @@ def listen(host: str, port: int, backlog: int) -> tuple[socket.socket, str]:
                 raise OSError(error.errno, _why_not(error, host, number)) from error
         if not warning and (other := _other_program(host, number)):
             warning = (
-                f"port {number} of {host}, which is for carriers, is taken by {other}; trying the next ports. "
+                f"port {number} of {host}, for transfers between hosts, is taken by {other}; trying the next ports. "
                 f"End that program, or set cluster.carry_port so that the {PORTS} ports from it on are free, best "
                 "below 32768"
             )
@@ -133,8 +133,8 @@ def _reason(error: OSError, source: str) -> str:
 def _why_not(error: OSError, host: str, port: int) -> str:
     """Return why a carrier cannot listen at this address, as text."""
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"a carrier cannot listen at {host}, which is not an address of this machine: {_NOT_OURS}"
-    text = f"a carrier cannot listen at {address_text(host, port)}: {error.strerror or error}"
+        return f"the transfer process (carrier) cannot listen at {host}, which is not an address of this machine: {_NOT_OURS}"
+    text = f"the transfer process (carrier) cannot listen at {address_text(host, port)}: {error.strerror or error}"
     return f"{text}; set cluster.carry_port to 1024 or more" if error.errno == errno.EACCES else text
 
 

@@ -114,12 +114,12 @@ class Carrier(HelperProcess):
                 carrier.kill(listening.text)
                 if await carrier.wait_dead():
                     process.wait()
-                raise CarrierDied(f"carrier process {carrier.pid} cannot start: {listening.text}")
+                raise CarrierDied(f"transfer process {carrier.pid} (carrier) cannot start: {listening.text}")
         except BaseException:
             carrier.kill()
             raise
         if listening.text:
-            logger.warning("trying other ports for process %d (carrier): %s", carrier.pid, listening.text)
+            logger.warning("trying other ports for transfer process %d: %s", carrier.pid, listening.text)
         carrier.port = listening.port
         return carrier
 

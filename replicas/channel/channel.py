@@ -298,7 +298,7 @@ class Channel(Collectives):
         """
         self._check_open()
         if self.role not in ("target", "both"):
-            raise self._misuse(f"receive: this rank is a {self.role} of {self.name}", "receive in a target group")
+            raise self._misuse(f"receive: this rank is a {self.role} of channel {self.name}", "receive in a target")
         bound = Bound(*arguments.bound("receive: at_least", at_least))
         return self._receiver.receive(None if deadline is None else self._deadline_s(deadline), bound)
 

@@ -142,7 +142,7 @@ def find_state_dir(folder: Path, *, running: bool = False) -> Path:
     names = ", ".join(path.name for path in found)
     if not found:
         raise Disconnected(
-            f"no run has its state in {folder / '.replicas'}", hint="name its CONFIG, or give --endpoint HOST:PORT"
+            f"no run has its state in {folder / '.replicas'}", hint="name a CONFIG, or give --endpoint HOST:PORT"
         )
     if len(found) == 1:
         return found[0]

@@ -111,7 +111,7 @@ def drain(
     (stop_timeout) SIGKILL.
     """
     if (node and (target is not None or hurry)) or (undo and not node):
-        raise UsageError("--node excludes TARGET and --hurry, and --undo needs --node")
+        raise UsageError("give TARGET (with or without --hurry), or --node (with or without --undo)")
     order = Drain(target=target, hurry=hurry, node=node or None, undo=undo)
     if node or target is not None:
         what = f"node {node}" if node else target

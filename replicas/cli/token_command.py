@@ -45,7 +45,7 @@ def token(
     It is a secret.
     """
     if role is not None and role not in ROLES:
-        raise UsageError(f'"{role}" is not a role', hint=f"name {' or '.join(ROLES)}")
+        raise UsageError(f'"{role}" is not a role', hint=f"pass --role {' or '.join(ROLES)}")
     if make_in is not None:
         print("\n".join(make(make_in)))
         return

@@ -111,14 +111,14 @@ class ReadinessBook:
             expected = range(1 if all(party.ranks == "leader" for party in parties) else world)
             missing = set(expected) - {m.member.rank for m in members} - left
             lost = missing & channel.roster.lost(group, replica, None if external else generation)
-            for ranks, what in ((missing - lost, "has not joined"), (lost, "is lost")):
+            for ranks, what in ((missing - lost, "has not joined"), (lost, "is lost from")):
                 if ranks:
-                    reasons.append(f"{config.name}: rank {', '.join(map(str, sorted(ranks)))} {what}")
+                    reasons.append(f"rank {', '.join(map(str, sorted(ranks)))} {what} channel {config.name}")
             if any(party.group == group for party in config.targets):
                 round_ = channel.load_rounds.of(group, replica)
                 versions[config.name] = round_.loaded
                 partial = partial or round_.partial
-                failures += [f"{config.name}: {round_.failure}"] if round_.failure else []
+                failures += [f"channel {config.name}, {round_.failure}"] if round_.failure else []
                 if not missing and not left:  # ranks that have left cannot load
                     reasons += self._behind(channel, group, replica, generation)
                 if left and (text := _stranded(channel, members, max(at for _, at in leaves.values()), now)):
@@ -154,7 +154,7 @@ class ReadinessBook:
         latest = told.latest if channel.config.follow == "newest" else told.ledger.current()
         if round_.partial:
             self._was_ready.pop(key, None)
-            return [f"{channel.config.name}: a part of a version may be in the memory of its ranks"]
+            return [f"its ranks may hold a mix of versions of channel {channel.config.name}"]
         if channel.lockstep.is_behind(group, replica):
             return [f"version {round_.loaded} of {channel.config.name} loaded, others serve {channel.lockstep.served}"]
         if round_.loaded or not latest:
@@ -180,4 +180,4 @@ def _stranded(channel: ChannelState, ranks: Sequence[MemberState], left_at: floa
         return None
     waiting = ", ".join(str(state.member.rank) for state in asking)
     newest = max(state.told for state in asking)
-    return f"{channel.config.name}: rank {waiting} waits for version {newest}, other ranks have left"
+    return f"rank {waiting} waits for version {newest} of {channel.config.name}, other ranks have left"

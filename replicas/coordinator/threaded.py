@@ -64,9 +64,7 @@ class LoopThread(Generic[T]):
         try:
             self._thread.start()
             if not self._opened.wait(START_TIMEOUT_S):
-                raise errors.WorldError(
-                    f"the coordinator has not started within {START_TIMEOUT_S:g} s; its log says why"
-                )
+                raise errors.WorldError(f"the coordinator has not started within {START_TIMEOUT_S:g} s; see its log")
             if self._over.is_set and self._error is not None:
                 raise self._error
         except BaseException as error:

@@ -422,7 +422,9 @@ class Follower:
             )
         self._proven = manifest
         if found is None:
-            logger.info("%s cannot compare its tensors with version %d: unverified", self._engine.name, update.version)
+            logger.info(
+                "%s cannot compare its tensors with version %d: not verified", self._engine.name, update.version
+            )
 
     def _open_gate(self, version: int) -> None:
         """Open the gate with this version, if there is a gate.

@@ -166,7 +166,7 @@ class ForkServer:
             self._run_sidecar(socket.socket(fileno=channel), pidfd)
             code = 0
         except BaseException as error:  # noqa: BLE001  # a child must never return into the server's loop
-            print(f"sidecar {os.getpid()} failed: {error!r}", file=sys.stderr, flush=True)
+            print(f"replicas: helper process {os.getpid()} failed: {error!r}", file=sys.stderr, flush=True)
         finally:
             end_process(code)
 

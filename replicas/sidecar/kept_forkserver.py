@@ -196,7 +196,7 @@ class KeptForkserver:
             self.kill()
             self._given_up(f"{how} {TRIES} times")
         else:
-            log.warning("starting no more sidecar processes: their forkserver %s", how.removesuffix(", or died,"))
+            log.warning("starting no more helper processes: their forkserver %s", how.removesuffix(", or died,"))
             self._schedule()
 
     def _schedule(self) -> None:
@@ -221,6 +221,6 @@ class KeptForkserver:
         assert self._watch is not None
         reason = self._watch.reason_to_give_up(self._loop.time(), awaited=bool(self._waiting.poll(0)))
         if reason:
-            log.warning("killing process %d, which starts sidecars (forkserver): it %s", self._child.pid, reason)
+            log.warning("killing forkserver %d, which starts helper processes: it %s", self._child.pid, reason)
             self._life.give_up()
             self._child.signal(signal.SIGKILL)

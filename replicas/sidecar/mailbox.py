@@ -141,7 +141,7 @@ class Mailbox:
             do()
             code = 0
         except OSError as error:
-            print(f"sidecar {os.getpid()}: {error}", file=sys.stderr, flush=True)
+            print(f"replicas: helper process (sidecar) {os.getpid()} ends: {error}", file=sys.stderr, flush=True)
         finally:
             if code:
                 end_process(code)

@@ -97,7 +97,7 @@ async def _supervise(config: Config, console: Console, surroundings: SchedulerHo
         with operator.listening():
             async with AsyncExitStack() as stack:
                 if not await operator.entered(stack):
-                    say(f"run {config.run.name}: not started")
+                    say(f"run {config.run.name}: not started, as the start was cancelled")
                     return PREEMPTED if operator.preempted else DONE
                 scheme = "https" if supervisor.coordinator.tls else "http"
                 where = f"{scheme}://{supervisor.endpoint}, state in {config.run.state_dir}"

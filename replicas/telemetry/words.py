@@ -21,7 +21,7 @@ _CHANGES = {
     ReplicaEvent.RESTART: "will start again",
     ReplicaEvent.RESET: "will start again (reset-failed)",
 }
-_NODES = {"away": "away (its agent is not connected)", "lost": "lost (its replicas start elsewhere)"}
+NODE_WORDS = {"away": "away (its agent is not connected)", "lost": "lost (its replicas start elsewhere)"}
 _ENDS = {"ok": "ended with exit code 0", "failed": "failed", "stopped": "was stopped", "lost": "was lost"}
 _TOKENS = {
     "made": "new {} token",
@@ -152,7 +152,7 @@ def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
             return "run", f"{what} on {nodes}", "warning"
         case events.NodeChanged():
             style = "" if event.after == "up" else "warning"
-            return f"node {event.node}", f"{_NODES.get(event.after, event.after)}{_because(event.reason)}", style
+            return f"node {event.node}", f"{NODE_WORDS.get(event.after, event.after)}{_because(event.reason)}", style
         case events.EventsLost():
             return "run", f"{count_text(event.count, 'event')} not written to disk{_because(event.reason)}", "warning"
         case events.LogLinesDropped():
@@ -246,7 +246,7 @@ def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:
             why = _FAULTS.get(event.reason, f"a member was {event.reason}")
             return event.channel, f"replacing {count_text(event.count, 'sidecar')} (helper processes): {why}", ""
         case effects.StoreChanged():
-            what = "answers again" if event.up else "does not answer: no new process group forms"
+            what = "answers" if event.up else "does not answer: no new process group forms"
             return event.channel, f"the rendezvous store {what}", "" if event.up else "alarm"
     return who or getattr(event, "channel", "run"), type(event).__name__, ""
 

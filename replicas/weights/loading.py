@@ -322,7 +322,7 @@ def _match_names(
         found_names = {"not published": [*map(repr, missing)], "not in the model": [*map(repr, unknown)]}
         parts = [f"{what}: {list_text(names, 5)}" for what, names in found_names.items() if names]
         text = f"the weights do not fit the model ({'; '.join(parts)})"
-        hint = "rename them, or load by yourself" if known else "the version has no tensors: see what was published"
+        hint = "rename one side, or load by hand" if known else "the version has no tensors: see what was published"
         raise ManifestMismatch(text, hint=hint)
     return {name: source for (_, source), name in found.items()}
 
@@ -374,7 +374,7 @@ def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor,
     whole = value if is_dtensor(value) else target
     if tuple(whole.shape) != tuple(source.shape):
         text = f"tensor {name!r} has shape {list(source.shape)}, the model's has {list(whole.shape)}"
-        raise ManifestMismatch(text, hint="build it with the sizes of the published model")
+        raise ManifestMismatch(text, hint="build the model with the sizes of the published one")
     if target.dtype != source.dtype and not (is_castable(target.dtype) and is_castable(source.dtype)):
         text = f"tensor {name!r} is {source.dtype}, the model's is {target.dtype}"
         raise ManifestMismatch(text, hint="convert it yourself, from update.tensors()")

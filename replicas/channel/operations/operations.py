@@ -235,7 +235,7 @@ class RankOperations(Part):
             job.said_done = isinstance(answer, wire.OperationDone)
             hub.send(answer)
         if isinstance(answer, wire.OperationFailed) and lane is not None and not await lane.gone():
-            logger.warning("channel %s: keeping memory of a %s, as its sidecar lives", hub.name, job.operation.kind)
+            logger.warning("channel %s: keeping memory of a %s: a helper did not die", hub.name, job.operation.kind)
             return
         attempt.running = False
         job.running -= 1

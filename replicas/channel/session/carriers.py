@@ -67,7 +67,7 @@ class Carriers(Part):
         try:
             await self.get()
         except (OSError, RuntimeError, errors.ReplicasError) as error:
-            logger.warning("channel %s: trying again to start a carrier process: %s", self._hub.name, error)
+            logger.warning("channel %s: trying again to start a transfer process (carrier): %s", self._hub.name, error)
 
     async def get(self) -> Carrier:
         """Return the carrier (transfer server) of this process, once it listens.

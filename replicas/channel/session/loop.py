@@ -244,7 +244,7 @@ class SessionLoop:
         except Unusable as error:
             if not name:
                 raise
-            logger.warning("starting a forkserver (150 MB) of this process alone: %s", error)
+            logger.warning("starting a process of its own (150 MB) that forks helper processes: %s", error)
             forkserver = await Forkserver.connect(self._keep_forkserver())
         self.inherited.add(forkserver)
         return forkserver

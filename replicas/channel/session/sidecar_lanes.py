@@ -142,7 +142,7 @@ class SidecarLanes(Part):
         try:
             (await self._hub.loop.forkserver(self._hub.forkserver_name)).prefork()
         except (OSError, RuntimeError, errors.ReplicasError) as error:
-            logger.warning("channel %s: trying again later to start a sidecar process: %s", self._hub.name, error)
+            logger.warning("channel %s: trying again later to start a helper process: %s", self._hub.name, error)
 
     def new_term(self) -> None:
         """Kill the sidecars of all lanes: a new coordinator knows none of them."""
@@ -189,7 +189,7 @@ class SidecarLanes(Part):
         try:
             return await forkserver.fork()
         except SidecarDied as error:
-            logger.warning("channel %s: using a new forkserver, as the last one died (%s)", self._hub.name, error)
+            logger.warning("channel %s: starting helpers by a new process; the last died (%s)", self._hub.name, error)
         return await (await loop.forkserver(name)).fork()
 
     def failed(self, lane: SidecarLane, error: BaseException, *, phase: str) -> None:
@@ -238,7 +238,7 @@ class SidecarLanes(Part):
         if lane.sidecar is not None:
             self._hub.loop.inherited.discard(lane.sidecar)
         if not gone:
-            logger.warning("channel %s: keeping memory of group %s, as its sidecar lives", self._hub.name, lane.name)
+            logger.warning("channel %s: keeping memory of %s: a helper process did not die", self._hub.name, lane.name)
 
 
 def index_in(go: OperationGo, member: Member) -> int:

@@ -127,9 +127,9 @@ class Transfers(Part):
                 holders = error.cut if isinstance(error, PullFailed) else {}
                 hub.send(wire.TransferFailed(offer.transfer, told, holders))
             if not await transfer.end_carried(hub.arena):
-                logger.warning("channel %s: giving up %r, as its carrier process lives", hub.name, transfer.slot)
+                logger.warning("channel %s: giving up %r: its carrier process did not die", hub.name, transfer.slot)
             elif transfer.lane is not None and not await transfer.lane.gone():
-                logger.warning("channel %s: giving up %r, as its sidecar process lives", hub.name, transfer.slot)
+                logger.warning("channel %s: giving up %r: its sidecar process did not die", hub.name, transfer.slot)
             else:
                 self._let_go(transfer)
             return
@@ -280,7 +280,7 @@ class Transfers(Part):
     async def _stop_carrying(self, transfer: Transfer) -> None:
         """Release the slot once the carrier has unmapped it."""
         if not await transfer.end_carried(self._hub.arena):
-            logger.warning("channel %s: keeping %r, as its carrier process lives", self._hub.name, transfer.slot)
+            logger.warning("channel %s: keeping %r: a helper process did not die", self._hub.name, transfer.slot)
             return
         slot = transfer.slot
         if transfer.pinned and slot is not None:

@@ -419,7 +419,7 @@ class Update:
         self._check_process()
         slot = self._slot
         if slot is None or self._over:
-            text = f"the update of version {self.version} has ended: it was {self._outcome or 'left'}"
+            text = f"the update of version {self.version} has ended: {self._outcome or 'its block was left'}"
             hint = "read it before its `with` block ends, or before loaded() or failed()"
             raise errors.UsageError(text, version=self.version, hint=hint)
         if self._began is None:

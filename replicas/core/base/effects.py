@@ -30,7 +30,7 @@ class MemberJoined(_OnChannel, frozen=True, tag=True):
 LOSS_WORDS = {
     "exited": "its process ended",
     "lease": "no heartbeat came within heartbeat_timeout",
-    "left": "it left",
+    "left": "it closed the channel",
     "absent": "it has not reconnected to the restarted coordinator",
     "fenced": "another process has joined under its name",
     "replaced": "a newer process of this rank has joined",

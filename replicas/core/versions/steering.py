@@ -270,9 +270,7 @@ class Steering:
         if number not in ledger.versions:
             raise errors.UsageError(f"channel {self._name} has no version {number}", hint=self._there())
         if held and not self._context.roster.holders.of(ledger.content(number)):
-            raise errors.Gone(
-                f"no replica has version {number} of {self._name} now", version=number, hint=self._there()
-            )
+            raise errors.Gone(f"no replica has version {number} of {self._name}", version=number, hint=self._there())
         return number
 
     def _there(self) -> str:

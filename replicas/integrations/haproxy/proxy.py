@@ -195,7 +195,7 @@ class Haproxy:
                 raise errors.UsageError(f"--servers allows {self._options.servers}")
         except (OSError, UnicodeError, errors.UsageError) as error:
             if url not in self._refused:
-                logger.warning("not added: %s; %s", url, error)
+                logger.warning("not adding server %s to haproxy: %s", url, error)
             self._refused[url] = now + _AGAIN_S
             return False
         self._refused.pop(url, None)

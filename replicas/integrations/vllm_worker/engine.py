@@ -239,7 +239,12 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if found.wrong:
             what = f"{len(found.wrong)} tensors differ from those of version {update.version}"
             raise errors.SyncError(f"{what}: {first_names(found.wrong)}", version=update.version, phase="load", hint="")
-        logger.info("compared version %d in %d places, not in %d", update.version, found.equal, found.not_compared)
+        logger.info(
+            "compared version %d with the model in %d places, not in %d",
+            update.version,
+            found.equal,
+            found.not_compared,
+        )
 
     def _weights_of(self, update: replicas.Update) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of the version ``update``; leave out the output layer's

@@ -138,7 +138,7 @@ class PredecessorWaits:
         try:
             self._file.write(tuple(self._leases.values()))
         except OSError as error:  # the file names too many, which costs the next supervisor a wait
-            log.warning("going on without saving the leases of nodes: %s", error.strerror or error)
+            log.warning("going on without saving which nodes have agents: %s", error.strerror or error)
 
     # ------------------------------------------------------------ strangers
 

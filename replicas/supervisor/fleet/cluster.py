@@ -39,6 +39,7 @@ from replicas.supervisor.state.run_state import AgentRecord, ProcessRecord, Shim
 from replicas.supervisor.wire.orders import PartSpec, plain
 from replicas.supervisor.wire.part_state import ExitReport, PartState
 from replicas.telemetry.events import NodeChanged
+from replicas.telemetry.words import NODE_WORDS
 
 log = Log("replicas.supervisor")
 
@@ -390,7 +391,7 @@ class Cluster:
         if before is not None and before != after and told:
             event = NodeChanged(node=member.name, before=before, after=after, reason=reason, address=address)
             self._context.emit(event)
-            self._context.say(f"node {member.name}: {after}{': ' if reason else ''}{reason}")
+            self._context.say(f"node {member.name}: {NODE_WORDS.get(after, after)}{': ' if reason else ''}{reason}")
         self._nodes_changed()
 
     def _nodes_changed(self) -> None:

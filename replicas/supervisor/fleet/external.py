@@ -59,9 +59,7 @@ class External(Replica):
 
         :raises replicas.errors.UsageError: always.
         """
-        raise errors.UsageError(
-            f"replica {self.name} is external: its program is started by others", hint="restart it there"
-        )
+        raise errors.UsageError(f"replica {self.name} is external: others start its program", hint="restart it there")
 
     def halt(self, hurry_s: float | None = None) -> None:
         """Exclude the running program, if there is one, from further syncs.

@@ -326,7 +326,7 @@ def launch(spec: PartSpec, control: socket.socket) -> ExitReport:
     except SignalException:
         return ExitReport("stopped")
     except orders.Malformed as error:
-        return ExitReport("lost", text=f"torchrun of node {spec.node}: malformed order of the shim: {error}")
+        return ExitReport("lost", text=f"torchrun on node {spec.node} has got a malformed order of its shim: {error}")
     except Exception as error:  # noqa: BLE001  # any error goes into the report, its traceback into the log
         traceback.print_exc()
         return ExitReport("lost", text=one_line(f"torchrun of node {spec.node}: {type(error).__name__}: {error}", 500))
@@ -352,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         spec = orders.receive_spec(control)
     except (orders.Malformed, orders.OtherOrders) as error:
-        note(f"malformed order of the shim: {error}")
+        note(f"ending, after a malformed order of the shim: {error}")
         return 1
     if spec is None:
         return 1

@@ -375,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ProcessLookupError:  # the agent is gone
         return 0
     except orders.Malformed as error:
-        note(f"malformed order of the agent: {error}")
+        note(f"ending, after a malformed order of the agent: {error}")
         return 1
     except (orders.OtherOrders, OSError) as error:
         orders.send(control, state_message(UNKNOWN._replace(report=_not_started(error), gone=True)))

@@ -97,7 +97,7 @@ class Leases:
             pass
         except (OSError, IndexError, *MALFORMED) as error:
             self.damaged = True
-            log.error("waiting before starts: cannot read the leases in %s: %s", self.path, error)
+            log.error("delaying starts, as old replicas may run: cannot read %s: %s", self.path, error)
         else:
             self.found = True
             self.starts, self._generations, self.floor = numbers.starts, numbers.generations, numbers.floor

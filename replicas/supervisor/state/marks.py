@@ -37,7 +37,7 @@ def check_mark(hello: Hello, shims: Iterable[ShimRecord] | None) -> None:
         text = f"{name} cannot join: its generation {hello.generation} is over, or this run's supervisor has not started it"
         hint = "end this process: the supervisor starts the replica itself"
     else:
-        text = f"{name} cannot join: {MARK} is not set, as in processes that the supervisor starts"
+        text = f"{name} cannot join: {MARK} is not set, which the supervisor sets for its processes"
         hint = (
             "pass the environment of the command on to the program that joins; "
             f'or set launcher = "external" for group {hello.group}, if others start it'

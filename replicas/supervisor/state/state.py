@@ -334,7 +334,7 @@ class StateDir(LockedFolder):
             else:
                 self.leases.write(left)
         except OSError as error:  # the next start then also waits for leases that are over
-            log.warning("leaving old leases in %s: %s", self.leases.path, error.strerror or error)
+            log.warning("leaving %s, which may delay the next start: %s", self.leases.path, error.strerror or error)
 
     def log_dir(self, group: str, replica: int, generation: int) -> Path:
         """Return the path of a generation's folder of logs; it may not exist yet."""

@@ -145,9 +145,7 @@ async def test_the_port_of_another_program_is_named(caplog: pytest.LogCaptureFix
 
 
 async def test_an_address_that_is_not_here_is_told_in_words() -> None:
-    with pytest.raises(
-        CarrierDied, match=r"a carrier cannot listen at 203.0.113.9, which is not an address of this machine"
-    ):
+    with pytest.raises(CarrierDied, match=r"cannot listen at 203\.0\.113\.9, which is not an address of this"):
         await Carrier.start("203.0.113.9")
 
 

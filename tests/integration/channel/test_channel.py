@@ -508,7 +508,7 @@ def test_join_without_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         replicas.join("policy")
     with pytest.raises(errors.UsageError, match="no token: REPLICAS_TOKEN_FILE is not set"):
         replicas.join("policy", endpoint="127.0.0.1:1")
-    with pytest.raises(errors.UsageError, match="which group\\? REPLICAS_GROUP is not set"):
+    with pytest.raises(errors.UsageError, match="no group: REPLICAS_GROUP is not set"):
         replicas.join("policy", endpoint="127.0.0.1:1", token="x")
 
 
@@ -559,7 +559,7 @@ async def test_reserved_memory_is_there_before_the_first_publish() -> None:
         assert pool._made == made
         with pytest.raises(errors.UsageError, match="does not list its tensors"):
             trainer.reserve(iter(large.items()))
-        with pytest.raises(errors.UsageError, match="target of policy"):
+        with pytest.raises(errors.UsageError, match="target of channel policy"):
             rollout.reserve(large)
         with pytest.raises(errors.UsageError, match="slots"):
             trainer.reserve(large, slots=99)
@@ -587,6 +587,6 @@ async def test_a_slot_that_is_written_in_place_is_published_without_a_copy() -> 
             await asyncio.to_thread(trainer.publish, slot, dtype=torch.bfloat16)
         with pytest.raises(errors.UsageError, match="does not list its tensors"):
             trainer.arena_like(iter(given.items()))
-        with pytest.raises(errors.UsageError, match="target of policy"):
+        with pytest.raises(errors.UsageError, match="target of channel policy"):
             rollout.arena_like(given)
         assert (await publish(trainer, given)).version > receipt.version

@@ -129,7 +129,7 @@ def test_an_operators_day(run: Run, replicas: Cli) -> None:
         assert replicas("logs", rank, "-n", "0") == ""
         assert "ready" in replicas("events", "-t", rank)
     replicas("stacks", "b/0/7", code=exit_codes.USAGE)
-    assert 'no rank "b/0/7" runs' in replicas.err
+    assert 'rank "b/0/7" does not run now' in replicas.err
     assert list(json.loads(replicas("stacks", "--json"))) == ["a/0/0", "b/0/0"]
 
     assert replicas("logs", "a/0", "-g", "1", "-r", "0").startswith("tick 0\ntick 1\n")

@@ -81,7 +81,7 @@ def test_leftovers_of_a_dead_run(
     (one,) = found["leftovers"]
     assert one["state"] == "problem"
     assert one["text"].startswith(f"process {leftover.pid} (found by its identity): {sys.executable} -c input()")
-    assert one["remedy"] == "the next start of this run kills this process"
+    assert one["remedy"] == "none needed: the next start of this run kills this process"
     assert alive(leftover.pid)
     monkeypatch.setattr(looks, "supervisor_of", lambda _: os.getpid())  # it lives, and could never write its state
     monkeypatch.setattr(RunAddress, "status", lambda _: mock.Mock(nodes=()))

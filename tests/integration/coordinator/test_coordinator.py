@@ -299,7 +299,7 @@ async def test_a_port_in_use() -> None:
                 pass
         assert str(control.value) == (
             f"control port: cannot listen on 127.0.0.1:{port} (Address already in use by {holder}) "
-            "(choose another [control] listen, or leave it out: the run then takes any free port)"
+            "(choose another address or port for control.listen, or leave it out: then any free port is taken)"
         )
         with pytest.raises(errors.WorldError) as store:
             async with Coordinator(CHANNELS, store_port=port):

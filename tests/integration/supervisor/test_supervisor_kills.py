@@ -40,7 +40,7 @@ def test_a_killed_part_of_a_replica_takes_its_generation_with_it_and_no_other(tm
         if victim == "daemon":  # a grandchild that dies is the program's own business
             assert alive(rank)
         else:
-            reason = {"shim": "the shim on node 0", "rank": "rank 0"}[victim]
+            reason = {"shim": "the shim on node 0, which watches the ranks,", "rank": "rank 0"}[victim]
             run.wait_line(f"a/0: {reason} was killed by SIGKILL")
             run.wait_line("a/0: starting (generation 2)", timeout_s=10)
             assert not any(map(alive, [shim, rank, *daemons]))

@@ -176,7 +176,7 @@ def test_a_port_of_another_program_is_named_and_the_next_one_used(host: str) -> 
         listener, warning = endpoint.listen(host, first, 8)
         with listener:
             assert listener.getsockname()[1] == first + 1
-    assert f"port {first} of {host}, which is for carriers, is taken by " in warning
+    assert f"port {first} of {host}, for transfers between hosts, is taken by " in warning
     assert "(process " in warning
     assert "set cluster.carry_port so that the 64 ports" in warning
 

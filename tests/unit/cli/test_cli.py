@@ -545,7 +545,7 @@ def test_status_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
     assert cli.main(["status"]) == 69
     assert capsys.readouterr().err == (
-        f"replicas: no run has its state in {folder / '.replicas'} (name its CONFIG, or give --endpoint HOST:PORT)\n"
+        f"replicas: no run has its state in {folder / '.replicas'} (name a CONFIG, or give --endpoint HOST:PORT)\n"
     )
 
 

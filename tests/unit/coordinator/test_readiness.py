@@ -32,9 +32,9 @@ class Book:
 
 def test_before_the_first_version_joining_with_all_ranks_is_enough() -> None:
     book = Book(world_size=2)
-    assert book.of().reason == "policy: rank 0, 1 has not joined"
+    assert book.of().reason == "rank 0, 1 has not joined channel policy"
     book.join("rollout/0/0")
-    assert book.of().reason == "policy: rank 1 has not joined"
+    assert book.of().reason == "rank 1 has not joined channel policy"
     book.join("rollout/0/1")
     assert book.of().ready
 
@@ -43,8 +43,8 @@ def test_a_rank_that_was_lost_is_not_said_to_have_never_joined() -> None:
     book = Book(world_size=2)
     one = book.join("rollout/0/0")
     book.world.state.lose(one.member, "exited", book.world.now)
-    assert book.of().reason == "policy: rank 1 has not joined; policy: rank 0 is lost"
-    assert book.of(generation=2).reason == "policy: rank 0, 1 has not joined"
+    assert book.of().reason == "rank 1 has not joined channel policy; rank 0 is lost from channel policy"
+    assert book.of(generation=2).reason == "rank 0, 1 has not joined channel policy"
 
 
 def test_ranks_whose_heartbeats_are_late_are_named() -> None:
@@ -177,7 +177,7 @@ def test_a_rank_that_leaves_a_version_half_loaded_has_not_done_its_part() -> Non
     error = wire.WireError("SyncError", "boom")
     book.world.state.receive(target.member, wire.LoadFailed(1, error), book.world.now)
     book.world.lose(target, "left")
-    assert book.of().reason == "policy: rank 0 has not joined"
+    assert book.of().reason == "rank 0 has not joined channel policy"
 
 
 def test_a_replica_that_refuses_a_version_is_ready_with_its_own_and_says_why() -> None:
@@ -196,7 +196,7 @@ def test_a_replica_that_refuses_a_version_is_ready_with_its_own_and_says_why() -
     found = book.of()
     assert found.ready
     assert not found.partial
-    assert found.reason == "policy: version 2 was not loaded: no weights for b"
+    assert found.reason == "channel policy, version 2 was not loaded: no weights for b"
 
 
 def test_a_rank_that_left_in_good_order_has_done_its_part() -> None:
@@ -251,7 +251,7 @@ def test_ranks_that_wait_in_vain_for_one_that_has_left_are_stranded() -> None:
     assert trainer.verdicts[2].receipt is not None
     readiness = book.of()
     assert (readiness.ready, readiness.stranded) == (False, True)
-    assert readiness.reason == "policy: rank 0 waits for version 2, other ranks have left"
+    assert readiness.reason == "rank 0 waits for version 2 of policy, other ranks have left"
     book.world.lose(first, "left")
     assert book.of().ready, "it has done its part"
 
@@ -268,6 +268,6 @@ def test_programs_of_others_number_their_generations_as_they_like() -> None:
     book.join("rollout/0/0", generation=3)
     assert book.of(generation=2, external=True).ready, "rank 1 has left in order: it is not expected"
     book.world.state.start_new_life("rollout", 0, book.world.now)
-    assert book.of(generation=2, external=True).reason == "policy: rank 1 has not joined"
+    assert book.of(generation=2, external=True).reason == "rank 1 has not joined channel policy"
     book.join("rollout/0/1", generation=3)
     assert book.of(generation=2, external=True).reason == "no version of policy loaded yet (newest: 1)"

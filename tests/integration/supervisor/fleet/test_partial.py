@@ -58,7 +58,7 @@ def test_a_half_loaded_replica_is_restarted_as_a_whole(tmp_path: Path) -> None:
     with running(tmp_path, text) as run:
         line = run.wait_line("its weights may be a mix of versions", timeout_s=90)
         assert re.search(
-            r"rollout/0: policy: version \d+ was not loaded: .*RuntimeError: half a load; its weights", line
+            r"rollout/0: channel policy, version \d+ was not loaded: .*RuntimeError: half a load; its weights", line
         )
         failed = next(one for one in lines(out / "rollout-1.jsonl") if "failed" in one)
         assert failed["version"] >= 3

@@ -174,7 +174,7 @@ async def test_two_blocks_of_one_update_are_refused(target: ScriptedWorld) -> No
         with pytest.raises(errors.UsageError, match="version 3 is open in another `with` block"), update:
             pytest.fail("it was let in")
         assert dict(update)["w"].tolist() == [7.0] * 4
-    with pytest.raises(errors.UsageError, match="it was loaded"):
+    with pytest.raises(errors.UsageError, match="has ended: loaded"):
         update.__enter__()
 
 

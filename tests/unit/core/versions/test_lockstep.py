@@ -188,7 +188,9 @@ def test_one_that_says_nothing_is_left_behind_at_the_deadline(fleet: Fleet) -> N
     fleet.world.advance(2.0)
     assert fleet.loaded() == [2, 2, 1]
     assert fleet.failures(2)[2].startswith("this replica did not report within 20 s that it can load it")
-    assert fleet.unready()[2].startswith("version 1 of policy loaded, others serve 2; policy: version 2 was not")
+    assert fleet.unready()[2].startswith(
+        "version 1 of policy loaded, others serve 2; channel policy, version 2 was not"
+    )
     fleet.publish()
     fleet.ask(*fleet.targets[:2])
     assert fleet.loaded() == [3, 3, 1], "it is not waited for a second time"

@@ -27,7 +27,7 @@ def test_each_shim_of_a_generation_has_its_own(node: int) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({}, "a/0/0 cannot join: REPLICAS_SHIM is not set, as in processes that the supervisor starts"),
+        ({}, "a/0/0 cannot join: REPLICAS_SHIM is not set, which the supervisor sets for its processes"),
         ({"proof": proof_of("2" * 32, "one")}, "its generation 2 is over, or this run's supervisor has not started it"),
         ({"proof": GOOD, "generation": 1}, "its generation 1 is over"),
         ({"proof": GOOD, "replica": 1}, "a/1/0 cannot join: its generation 2 is over"),
