@@ -145,8 +145,7 @@ class Cluster:
     def hello(self, hello: Hello, link: AgentLink, *, local: bool, seen_at: str) -> str | None:
         """Accept an agent and return its node's name, or refuse it and return None.
 
-        :param local: it came through the run's own socket.
-        :param seen_at: the address from which it came.
+        :param local: it came through the run's own socket. :param seen_at: its address.
         """
         if refused := self._refusal(hello, local=local):
             link.send(wire.encode(refused))
