@@ -58,7 +58,7 @@ MINUTES = {
     "engines/test_vllm_tensor_parallel": 3.0,
     "engines/test_waves": 1.5,
     "fleet/test_external": 1.0,
-    "frameworks/test_trl": 2.0,
+    "frameworks/test_trl": 3.5,
     "frameworks/test_verl": 5.0,
     "gpu/test_environment": 1.0,
     "gpu/test_memory": 1.0,

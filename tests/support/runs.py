@@ -220,12 +220,29 @@ class Run:
         return self.lines
 
     def wait(self, *, timeout_s: float = 30.0) -> int:
-        """Its exit code."""
+        """Its exit code. If it does not end in time, the error says what its processes
+        do."""
         assert self._popen is not None
-        code = self._popen.wait(timeout_s)
+        try:
+            code = self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            asked = [self._look("status"), self._look("stacks")]
+            logs = [path.read_text(errors="replace")[-2000:] for path in self.state_dir.glob("logs/*/*/gen-*/*")]
+            what = "\n".join([*self.said(), *asked, *logs])
+            raise AssertionError(f"the run has not ended within {timeout_s:g} s:\n{what}") from None
         while (line := self._queue.get(timeout=5)) is not None:
             self.lines.append(line)
         return code
+
+    def _look(self, command: str) -> str:
+        """What a command of ``python -m replicas`` prints about this run."""
+        words = [sys.executable, "-m", "replicas", command, "--config", str(self.config)]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+        try:
+            asked = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+        except subprocess.TimeoutExpired as error:
+            return f"{error}"
+        return asked.stdout + asked.stderr
 
     def signal(self, signum: int) -> None:
         assert self._popen is not None

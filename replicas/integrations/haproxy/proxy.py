@@ -9,11 +9,13 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from replicas import errors
+from replicas.common.background_queue import BackgroundQueue
 from replicas.common.foreign import one_line
 from replicas.common.reason import Reason
 from replicas.integrations.engine_server import host_and_port
@@ -26,7 +28,7 @@ logger = logging.getLogger("replicas.integrations.haproxy")
 
 _ASK_TIMEOUT_S = 5.0
 _AGAIN_S = 30.0
-"""Time until a server that could not be added is tried again: a look-up may be slow."""
+"""Time until a server that could not be added is tried again."""
 _PROMPT = b"\n> "
 
 
@@ -68,6 +70,9 @@ class Haproxy:
         self._backends: dict[int, int] = {}
         self._refused: dict[str, float] = {}
         """When to try again to add a server."""
+        self._lookups: dict[str, Future[tuple[str, int]]] = {}
+        self._names = BackgroundQueue("replicas-haproxy-names", _look_up, lambda _: None)
+        """Looks up the names of servers, which may take long."""
         self._lost: Reason | None = None
         self._tables: dict[str, Mapping[str, object]] = {}
 
@@ -182,7 +187,8 @@ class Haproxy:
 
     def _add(self, url: str) -> bool:
         """Give the server of this URL a free place (its number) in all backends, still
-        disabled. If that cannot be done, log why, and do not try again for 30 s.
+        disabled, unless its name is still being looked up. If that cannot be done, log
+        why, and do not try again for 30 s.
 
         :returns: whether it has a place now.
         :raises OSError: haproxy does not answer, or refuses.
@@ -190,7 +196,10 @@ class Haproxy:
         if self._refused.get(url, 0.0) > (now := time.monotonic()):
             return False
         try:
-            address, port = _address(url)
+            found = self._find_address(url)
+            if found is None:
+                return False
+            address, port = found
             if not self._free:
                 raise errors.UsageError(f"--servers allows {self._options.servers}")
         except (OSError, UnicodeError, errors.UsageError) as error:
@@ -207,6 +216,21 @@ class Haproxy:
         self._places[url] = self._free.popleft()
         logger.info("added %s", url)
         return True
+
+    def _find_address(self, url: str) -> tuple[str, int] | None:
+        """Return the numeric address and port of a server; None while a thread looks
+        its name up, so ask again.
+
+        :raises UsageError, OSError, UnicodeError: as :func:`_address`.
+        """
+        try:
+            return _address(url, socket.AI_NUMERICHOST)
+        except socket.gaierror:  # a name
+            pass
+        if url not in self._lookups:
+            self._lookups[url] = Future()
+            self._names.put((url, self._lookups[url]))
+        return self._lookups.pop(url).result() if self._lookups[url].done() else None
 
     def _choose_backends(self, versions: set[int]) -> None:
         """Assign each of the newest 8 of these versions the number of a backend of
@@ -268,16 +292,26 @@ class Haproxy:
         return answer
 
 
-def _address(url: str) -> tuple[str, int]:
-    """Return the numeric address and port of a server; look its name up (this may
-    block).
+def _look_up(wanted: tuple[str, Future[tuple[str, int]]]) -> None:
+    """Look up the name in a URL, and set the future to its address, or to the error."""
+    url, found = wanted
+    try:
+        found.set_result(_address(url))
+    except (OSError, UnicodeError, errors.UsageError) as error:
+        found.set_exception(error)
 
+
+def _address(url: str, flags: int = 0) -> tuple[str, int]:
+    """Return the numeric address and port of a server; look its name up, which may
+    block.
+
+    :param flags: of ``getaddrinfo``; AI_NUMERICHOST: a name is an error.
     :raises UsageError: haproxy cannot send requests there.
     :raises OSError: its name is not known.
     :raises UnicodeError: its name is not valid.
     """
     host, port = host_and_port(url)
-    address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0][4][0])
     if "%" in address:
         raise errors.UsageError(f"{address} is an address of one link alone")
     if path := urlsplit(url).path.strip("/"):

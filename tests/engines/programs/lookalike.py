@@ -39,6 +39,7 @@ nothing from one that is 0."""
 
 class Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # connections that wait to be accepted: more are dropped, and tried again after seconds
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

@@ -17,6 +17,7 @@ PATIENCE_S = 240.0
 
 class _Forwarder(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # connections that wait to be accepted: more are dropped, and tried again after seconds
 
     def __init__(self, urls: Callable[[], list[str]]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

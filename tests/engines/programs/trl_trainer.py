@@ -27,6 +27,8 @@ from replicas.integrations.trl import WeightTransfer, server_mode
 from replicas.sources import hf
 from tests.engines.programs.digests import digest
 
+INFLIGHT = 32
+"""Most requests at once of the rollouts of ``async``."""
 OPTIONS: dict[str, Any] = {
     "output_dir": "out",
     "per_device_train_batch_size": 2,
@@ -106,7 +108,10 @@ def made(kind: str, model: str, steps: int, url: str) -> Any:
 
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen)
-    arguments = AsyncGRPOConfig(dtype="bfloat16", token_budget=256, max_staleness=100, **options)
+    # By default 1,600 requests would be in flight: as many threads of each look-alike.
+    arguments = AsyncGRPOConfig(
+        dtype="bfloat16", token_budget=256, max_staleness=100, max_inflight_tasks=INFLIGHT, **options
+    )
     transfer = WeightTransfer(wait="committed")
     return AsyncGRPOTrainer(args=arguments, callbacks=[Recorder()], weight_transfer=transfer, **common)
 

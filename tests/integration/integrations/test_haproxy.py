@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -313,10 +314,41 @@ def test_a_server_too_many_is_left_out(caplog: pytest.LogCaptureFixture) -> None
 )
 def test_an_address_that_cannot_be_asked_is_left_out_and_named(url: str, caplog: pytest.LogCaptureFixture) -> None:
     with engines(7) as servers, Haproxy("127.0.0.1", 0) as proxy:
-        for _ in range(2):
-            proxy.bring_to(Routes(frozenset([servers[0].route, Server(url, 7)])))
+        routes = Routes(frozenset([servers[0].route, Server(url, 7)]))
+
+        def is_named() -> bool:
+            proxy.bring_to(routes)
+            return f"not adding server {url}" in caplog.text
+
+        eventually(is_named, "the warning")
+        proxy.bring_to(routes)
         assert caplog.text.count(f"not adding server {url}") == 1
         assert {ask(proxy.url)[0] for _ in range(3)} == {200}
+
+
+def test_a_slow_look_up_holds_up_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with a name is added when its name was found."""
+    answer, real = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *arguments: Any, **options: Any) -> Any:
+        if host == "server.test" and not options.get("flags"):
+            assert answer.wait(20)
+            host = "127.0.0.1"
+        return real(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    with engines(7, 8) as (first, second), Haproxy("127.0.0.1", 0) as proxy:
+        named = Server(f"http://server.test:{second.server_address[1]}", 8)
+        routes = Routes(frozenset([first.route, named]))
+        proxy.bring_to(routes)
+        assert {ask(proxy.url)[1] for _ in range(3)} == {"7"}
+        answer.set()
+
+        def is_added() -> bool:
+            proxy.bring_to(routes)
+            return ask(proxy.url, x_replicas_version="8")[:2] == (200, "8")
+
+        eventually(is_added, "the server with a name")
 
 
 def test_a_port_that_is_taken_is_named() -> None:
