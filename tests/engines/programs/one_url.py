@@ -8,11 +8,12 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Lock, Thread
 
 __all__ = ["one_url"]
 
 PATIENCE_S = 240.0
+ASK_S = 0.1
 
 
 class _Forwarder(ThreadingHTTPServer):
@@ -23,6 +24,7 @@ class _Forwarder(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self._ask = urls
         self._urls: list[str] = []
+        self._asking, self._asked_at = Lock(), -ASK_S
         self.patience_s = PATIENCE_S
 
     def forward(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
@@ -41,8 +43,15 @@ class _Forwarder(ThreadingHTTPServer):
                     continue  # this one has just died
             if time.monotonic() > deadline:
                 return 504, b"{}"
-            time.sleep(0.1)
-            self._urls = self._ask()
+            time.sleep(ASK_S)
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Ask for the URLs, once for all requests that wait."""
+        with self._asking:
+            if time.monotonic() >= self._asked_at + ASK_S:
+                self._urls = self._ask()
+                self._asked_at = time.monotonic()
 
 
 class _Handler(BaseHTTPRequestHandler):

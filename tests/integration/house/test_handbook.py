@@ -124,7 +124,11 @@ def test_what_is_served_is_promoted_and_rolled_back(tmp_path: Path) -> None:
         terminal.type(Command("replicas drain", []), LIMIT_S)
         assert terminal.wait(LIMIT_S) == 0
 
-    play((ROOT / "docs/howto/promote.md").read_text(), tmp_path, all_have_served)
+    text = (ROOT / "docs/howto/promote.md").read_text()
+    assert files(text) == {
+        path.name: path.read_text() for path in (ROOT / "examples/fleet").iterdir() if path.is_file()
+    }
+    play(text, tmp_path, all_have_served)
 
 
 STUCK = {
