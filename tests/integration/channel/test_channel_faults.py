@@ -564,7 +564,7 @@ async def test_a_program_ends_without_closing_anything() -> None:
             assert await process.stdout.readline() == b"joined\n"
             await publish(trainer, weights(1.0))
             said, complaints = await process.communicate()
-    waited = "policy: waiting for the first version, without a deadline"  # said on a slow machine
+    waited = "channel policy: waiting for the first version, without a deadline"  # said on a slow machine
     said_else = [line for line in complaints.decode().splitlines() if line != waited]
     assert (process.returncode, said_else) == (0, [])
     assert said.splitlines()[-1] == b"1"  # Gloo may have said something before

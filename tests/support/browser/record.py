@@ -149,7 +149,7 @@ class Recording:
         for old, new in words.items():
             text = text.replace(old, new)
         # Machines that are namespaces of one are advised to share memory.
-        text = re.sub(r'"policy: receiving versions over the network[^"]*",', "", text)
+        text = re.sub(r'"(?:channel )?policy: receiving versions over the network[^"]*",', "", text)
         text = re.sub(r'"\w+":null,|,"\w+":null(?=})', "", text)
         began_at = float(re.findall(r'"at":([0-9.]+)', text)[0])
         text = re.sub(r'(?<="at":)[0-9.]+', lambda found: f"{float(found[0]) - began_at:.3f}", text)

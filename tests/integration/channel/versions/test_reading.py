@@ -72,7 +72,7 @@ async def test_at_least_makes_a_replica_that_was_started_again_wait_for_the_vers
         committing = asyncio.create_task(asyncio.to_thread(trainer.publish, walk(), meta={"step": 20}))
         await asyncio.to_thread(old.close, wait=False)
         again = await world.join("rollout", 0)
-        with pytest.raises(errors.DeadlineExceeded, match=r"at_least=2.*newest version is 1"):
+        with pytest.raises(errors.DeadlineExceeded, match=r"at_least=2.*the newest is 1"):
             await again.receive(at_least=2, deadline=0.3)
         by_step, any_version = again.receive(at_least=("step", 20)), other.receive()
         assert (await any_version).version == 1
