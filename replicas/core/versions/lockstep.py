@@ -94,8 +94,8 @@ class Lockstep:
         return self._served.version
 
     def is_rejected(self, version: int) -> bool:
-        """Return True if the decision is that targets load neither ``version`` nor the
-        newest one."""
+        """Return True if targets will not load ``version``: it is newer than the one
+        that they are to load, and the newest committed version was rejected."""
         return version > self.served and self._newest.version in self._rejected
 
     def waits(self, member: Member) -> bool:
