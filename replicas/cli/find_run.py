@@ -127,13 +127,13 @@ def _describe_detached(state_dir: Path, now: float) -> str:
 
 
 def find_state_dir(folder: Path, *, running: bool = False) -> Path:
-    """Return the state folder of a run below ``folder``: the only one, or the only one
-    that is alive.
+    """Return the state folder of the only run below ``folder``. If there are several,
+    return that of the only run that is alive.
 
-    :param running: the caller needs a living run: if several runs have a folder and
-        none has been started, raise Disconnected in place of UsageError.
-    :raises UsageError: several runs have their state there.
-    :raises Disconnected: no run has.
+    :param running: True if the caller needs a run that is alive: then the error is
+        Disconnected if there are several runs, and none is alive or was killed.
+    :raises UsageError: several runs have their state there, and the choice is open.
+    :raises Disconnected: no run has its state there.
     """
     started = {path.parent for path in folder.glob(f".replicas/*/{ENDPOINT_FILE}")}
     known = {path.parent for path in folder.glob(".replicas/*/lock") if _is_of_run(path.parent)}
@@ -204,11 +204,15 @@ def state_dir_of(path: Path) -> Path | None:
 
 
 def _is_over(state_dir: Path | None, pid: int, error: Disconnected) -> bool:
-    """Return True if a run is over whose status request has failed, False to ask again.
+    """Decide after a failed status request whether the run is over. Return False if the
+    caller should ask again, as the supervisor may only be busy.
 
-    :param state_dir: of the run; None: it is remote, and only ``error`` can be judged.
-    :param pid: of its supervisor. :param error: of the request.
-    :raises Disconnected: its supervisor was killed: ``error`` itself.
+    A run is over, too, if another supervisor has taken its place.
+
+    :param state_dir: the run's. None stands for a remote run, which is over if its port
+        refuses the connection.
+    :param pid: pid of the supervisor. :param error: the error of the request.
+    :raises Disconnected: the supervisor was killed; raises ``error`` itself.
     """
     if state_dir is None:
         return isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
@@ -335,8 +339,9 @@ class RunAddress:
         seconds, blocking between, until the run is over; it yields None if there was no
         answer.
 
-        The run is over with the present supervisor, which is found in this call: an
-        order that ends the run may follow before the first state is asked for.
+        The run counts as over when its present supervisor has ended, even if another
+        one follows. This call reads which supervisor that is: so the caller may order
+        the run's end before it uses the iterator.
 
         :raises Disconnected: it is not running. The iterator raises it if the
             supervisor was killed, or has been silent for :data:`SILENT_S`.
@@ -350,8 +355,9 @@ class RunAddress:
         """Yield states, or None for no answer, every ``interval_s`` seconds until the
         run is over.
 
-        :param state_dir: the run's; None: it is remote.
-        :param pid: of the supervisor with which the states began; 0: it is remote.
+        :param state_dir: the run's; None for a remote run.
+        :param pid: pid of the supervisor to ask, with whose end the run counts as over;
+            0 for a remote run.
         """
         silent_since: float | None = None
         while True:

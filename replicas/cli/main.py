@@ -197,12 +197,13 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _flush_stdout(more: str = "") -> bool:
-    """Flush stdout. If it is closed, print a message, discard all further output, and
-    return False; else return True.
+    """Flush stdout, and return True. If stdout cannot be written, print a message on
+    stderr, discard all further output, and return False.
 
-    No message is printed if the reader has closed it (``head``).
+    No message is printed if the reader has closed the pipe (``head``).
 
-    :param more: text to try it with.
+    :param more: text to write first, so that a closed stdout is noticed even if nothing
+        else is to be written.
     """
     try:
         print(more, end="", flush=True)

@@ -78,8 +78,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, environ: Mapping[str, str], *, whole_run: bool) -> Task:
         """Read this process's task from Slurm's variables.
 
-        :param whole_run: True if a step of its own is the run, False if the batch
-            script is.
+        :param environ: the environment with these variables.
+        :param whole_run: True if one job step (``srun``) is the whole run: then the
+            nodes are those of the step. False if the batch script starts the parts of
+            the run as several steps: then the nodes are those of the job.
         :raises UsageError: this process does not belong to a Slurm job, or its step has
             several tasks on this node.
         """
@@ -151,7 +153,8 @@ def _supervise(config: Config, task: Task) -> int:
     path, is_ours = task.invitation(config), False
 
     def write(supervisor: Supervisor) -> None:
-        """Write the present token and address, and remove files of earlier starts.
+        """Write the supervisor's present token and address to ``path``, for agents, and
+        remove such files of earlier starts of the job.
 
         :raises WorldError: writing failed.
         """
@@ -194,8 +197,10 @@ def _on_job(config: Config, task: Task) -> Config:
 def _own_address(task: Task) -> str:
     """Return the address at which the other nodes of the job reach this one.
 
-    A node's own name may lead to 127.0.1.1, as Debian's installer sets it up. Slurm
-    knows how it reaches the node itself, and the route to another node has its own end.
+    It is the first of these that is not loopback: the address of the node's name, of
+    the host name, the one that Slurm has (``NodeAddr``), and this machine's address on
+    the route to another node. A node's own name may lead to 127.0.1.1, as Debian's
+    installer sets it up.
 
     :raises UsageError: only loopback was found, and there are other nodes.
     """
