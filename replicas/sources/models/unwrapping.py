@@ -102,9 +102,10 @@ class _Copier:
         self._tensors: dict[object, torch.Tensor] = {}
 
     def copy(self, module: nn.Module) -> nn.Module:
-        """Return the copy of a module without its wrappers.
+        """Return the copy of a module, without wrappers.
 
-        Make it with all below it, once.
+        The first call for a module copies it with all modules below it; later calls
+        return the same copy.
         """
         inner = _wrapped(module)
         if inner is not None:
