@@ -121,9 +121,10 @@ class Sidecar(HelperProcess):
         return SidecarFailed(reply if isinstance(reply, wire.Failed) else wire.Failed(reply.id, text))
 
     def _answers_ping(self, reply: wire.Reply) -> bool:
-        """Return True if ``reply`` is a pong; pass its traffic to ``on_moved``.
+        """Return True if ``reply`` is a pong, and pass its traffic to ``on_moved``.
 
-        Of a sidecar that reports an error and exits, keeps the error as the reason.
+        Return False for any other reply. If it is an error after which the sidecar
+        exits, store its text as the reason of that end.
         """
         if isinstance(reply, wire.Pong):
             if reply.moved is not None and self.on_moved is not None:
