@@ -408,7 +408,7 @@ class Cuda(Accelerator):
     @contextlib.contextmanager
     def _in_context(self, index: int) -> Iterator[None]:
         """Context manager: make the device's CUDA context current on this thread.
-        Raises NoCapacity (no memory for it) or WorldError (the device is not usable)."""
+        Raises NoCapacity (no memory for it) or WorldError (the device is unusable)."""
         name = self.visible()[index]
         try:
             driver.call("cuCtxPushCurrent_v2", self._context(index))

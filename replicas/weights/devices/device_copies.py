@@ -344,7 +344,8 @@ class DeviceCopies:
     def _note(self, start: int, end: int) -> None:
         """Count bytes ``start`` to ``end`` as filled by the batch.
 
-        End it if it is large.
+        The batch is the copies since the last events were recorded; end it if it is
+        large.
         """
         self._batch.append((start, end))
         self._batch_nbytes += end - start
