@@ -81,7 +81,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def _nbytes(pieces: Iterable[Piece], tensors: Sequence[TensorSpec]) -> int:
-    """Return the bytes of all pieces; ``piece.tensor`` is an index of ``tensors``."""
+    """Return the size of all pieces in bytes; ``tensors``: those of their manifest."""
     return sum(prod(piece.shape) * item_nbytes(tensors[piece.tensor].dtype) for piece in pieces)
 
 

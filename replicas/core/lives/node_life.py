@@ -129,7 +129,8 @@ class NodeLife:
 
     @property
     def shown(self) -> Literal["up", "draining", "away", "lost"]:
-        """The node's state in the words that operators see."""
+        """The node's state for operators: ``draining`` if it is up but takes no new
+        replicas, and ``lost`` also if it was drained to the end."""
         if self.state == "up" and self.duty != "open":
             return "draining"
         return "lost" if self.state == "drained" else self.state

@@ -55,7 +55,7 @@ class Heartbeats:
         """Seconds of silence after which a member counts as suspect: three heartbeats
         missed.
 
-        By the slowest interval that a member may still use.
+        That is three times the slowest interval that a member may still use.
         """
         return MISSED_BEATS * self._slowest_s + SLACK_S
 

@@ -162,11 +162,9 @@ class Hosts:
         self._remove_member(state)
 
     def tick(self, now: float) -> None:
-        """Make each member a host of its own that has not answered in time.
+        """Put each member that has not answered in time on a new host of its own.
 
-        Call regularly.
-
-        Members are asked for their host by Locate.
+        The answer is that to Locate, by which a member finds its host. Call regularly.
         """
         for member, search in list(self._searches.items()):
             state = self._roster.get(member)

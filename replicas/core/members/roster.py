@@ -135,9 +135,9 @@ class Roster:
     def add(self, hello: Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
         """Make the state of a new member; return it and the member that it replaces.
 
-        The second, an earlier incarnation of the same rank, may be None. The roster is
-        not changed: the caller must lose that one and those :meth:`outlived` first,
-        then :meth:`insert` the new one.
+        The replaced member is an earlier process of the same rank; None if there is
+        none. The roster is not changed: the caller must first remove that member and
+        those that :meth:`outlived` returns, and then :meth:`insert` the new one.
 
         :param hello: its first message. :param address: its IP address.
         :raises errors.ReplicasError: the Hello is not acceptable.

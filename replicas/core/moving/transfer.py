@@ -265,8 +265,8 @@ class Transfer:
             attempt.start_broadcast(now + (left_s / 2 if self._drops else left_s), self._broadcast_ended, now)
 
     def done(self, member: Member, reply: TransferDone, now: float) -> None:
-        """Take a member's report that it has mapped, moved or pulled the version. Keep
-        its times, doubt links that failed, and judge its digest."""
+        """Record a member's report that it has mapped or pulled the version, or ended
+        its broadcast. Keep its times, doubt links that failed, compare its digest."""
         attempt, one = self.attempt, self.attempt.under_way(member, reply.transfer)
         if one is None or (one.in_group and attempt.is_preparing):
             return

@@ -110,7 +110,7 @@ class Matching:
         self._expects = False
 
     def _complete_root(self, message: OperationPost, member: Member) -> OperationPost:
-        """Return the message with the whole name of its root (with its rank)."""
+        """Return the message, with the rank added to a root like ``group/replica``."""
         if not message.root or message.root.count("/") >= 2:  # a whole name: group/replica/rank
             return message
         rank = member.rank if self._ranks == "each" else 0
@@ -139,8 +139,8 @@ class Matching:
         self._streams.setdefault(member, []).append(post)
 
     def _problem(self, state: MemberState, post: Post) -> errors.ReplicasError | None:
-        """Return the error that refuses a new post, or None to accept it. A member that
-        missed an operation of the others is told so once."""
+        """Return the error that refuses a new post, or None to accept it. Forget that
+        the member has missed an operation of the others: one error tells it so."""
         message, waiting = post.message, self._streams.get(post.member, ())
         if not state.is_peer:
             name = self._roster.config.name

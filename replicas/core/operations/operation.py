@@ -132,8 +132,8 @@ class Operation:
     def can_do_without(self, member: Member) -> bool:
         """Return True if the others can end the operation without this member.
 
-        Not without the root, one of a pair, a receiver of a version, or the last
-        member.
+        Return False for the root, for both members of a ``send`` and ``recv``, for each
+        member of a version's broadcast, and for the last member.
         """
         root = self.root_post.member if self.root_post is not None else None
         return not (self.pairwise or self.transfer) and member != root and len(self.posts) > 1

@@ -370,7 +370,7 @@ class Operations:
             self._vanished.clear()  # needed only for running operations
 
     def reply(self, post: Post, error: errors.ReplicasError | None = None, receipt: ReceiptData | None = None) -> None:
-        """Queue the verdict of a post to its member, if that is in the roster."""
+        """Queue a post's verdict, an error or a receipt, to its member if present."""
         if post.member in self._roster:
             wire = WireError.of(error) if error is not None else None
             self._context.send(post.member, OperationEnd(post.message.post, receipt, wire))

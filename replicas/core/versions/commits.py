@@ -244,7 +244,7 @@ class Commits:
             catch_up.advance(wanted, self.main, now)
 
     def _may_start(self, publish: Publish, now: float) -> bool:
-        """Return False if the publish must wait for targets or their hosts."""
+        """Return False while targets are too few, or the hosts of new ones unknown."""
         enough = self._target_replicas() >= self._context.config.min_targets
         return enough and not self._context.hosts.delays_publish(publish.packed_at, now)
 

@@ -296,9 +296,10 @@ class Recovery:
     # ----------------------------------------------- the bytes of the committed version
 
     def advance(self, now: float) -> None:
-        """Ask a holder for a version whose manifest is needed and unknown here.
+        """Get the manifest of a version that is needed here, from a member that has it.
 
-        Queue Describe to it, then fetch the manifest that it names.
+        Take the next step: queue Describe to a holder, or fetch the manifest that its
+        answer names. Do nothing if no manifest is missing, or during the window.
         """
         commits = self._commits
         contents = commits.contents
@@ -331,9 +332,10 @@ class Recovery:
             self._answer = message
 
     def undescribed(self, state: MemberState) -> None:
-        """Record that a holder cannot describe its copy: another holder is asked next.
+        """Record that a holder cannot describe its copy of a version.
 
-        The copy no longer counts as one. A member that was not asked is ignored.
+        The member does not count as a holder then, and :meth:`advance` asks another
+        one. A member that was not asked is ignored.
         """
         if state is self._described:
             state.drop_version(self._asked)
@@ -342,8 +344,8 @@ class Recovery:
     def _read(self, holder: MemberState, answer: wire.Described, now: float) -> bool:
         """Fetch and read the manifest that a holder described; then store the payload.
 
-        Return True, also while the manifest is on its way: call again until it is here.
-        Return False if the description is of no use.
+        Return False if the description is of no use, so that another is needed. Return
+        True if the manifest is here, or under way: then call again.
         """
         commits, wanted = self._commits, answer.manifest_hash
         known = self._context.ledger.versions.get(answer.version)
