@@ -156,7 +156,9 @@ class Loads:
         return self._base if self._base is not None and self._base.version == self._hub.loaded else None
 
     def open_base(self, base: Base | None, manifest: Manifest) -> Buffer | None:
-        """Map the memory of the version that was loaded last, without a lock.
+        """Map the memory of ``base`` (the version loaded last), to compare with it.
+
+        It takes no lock: the memory may be refilled while the caller reads it.
 
         :param manifest: of the version that is compared with it.
         :returns: a buffer that the caller closes; None if there is no base, it has

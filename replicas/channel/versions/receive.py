@@ -74,8 +74,8 @@ class Receiver(Part):
     def receive(self, deadline_s: float | None, bound: Bound = Bound()) -> Promise[Update]:
         """Caller's thread: return the open Pending, or ask for a version; no wait.
 
-        A new Pending, also in place of an open one with another bound, is returned
-        after an ask to the coordinator.
+        If the open Pending has another bound, it fails with UsageError. A new one, for
+        which the coordinator is asked, is returned in its place.
 
         :param deadline_s: seconds for the outcome; None: no limit.
         :param bound: the oldest version that will do.
