@@ -109,10 +109,11 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
 
 
 def _describe_detached(state_dir: Path, now: float) -> str:
-    """Return a clause on a run whose supervisor was detached (ended alone, so that the
-    next one takes over its replicas), or an empty text if this run's was not.
+    """Return the state of a run whose supervisor was detached (ended alone, so that the
+    next one takes over its replicas), as a clause such as "has no supervisor since
+    10:20:30: ...". Return an empty text if the supervisor was not detached.
 
-    :param now: seconds since 1970.
+    :param now: the present time, in seconds since 1970: the replicas may have ended.
     """
     from replicas.supervisor.state.run_state import RunState  # imported late: other commands do not need its modules
 
@@ -404,11 +405,11 @@ class RunAddress:
         return found
 
     def _read_token(self) -> tuple[str, int | None]:
-        """Return (token, owner): the token or an empty text, and the uid of the owner
-        of the file that was named for it, or None for the run's own file.
+        """Return (token, owner). The token is empty if it is not known. The owner is
+        the uid that owns the file that the user named, or None for the run's own file.
 
-        Links to that file are followed. The token is read once and kept: the run's own
-        file is deleted at its end, for which the caller may wait.
+        Links to a named file are followed. A token that was found is not read again, as
+        the run's own file is deleted at the run's end, for which the caller may wait.
         """
         if self._token[0]:
             return self._token

@@ -80,8 +80,8 @@ def _options(
         bool, typer.Option("--services", help=_SERVICES_HELP, callback=_print_services, is_eager=True)
     ] = False,
 ) -> None:
-    """Take the options before the command: typer calls this, and the callbacks of the
-    options act."""
+    """Do nothing: this declares to typer the options before the command, such as
+    ``--version``, whose own callbacks act."""
 
 
 @command()

@@ -309,9 +309,10 @@ def _any_begins() -> bool:
 
 
 def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
-    """Return the group that ``target`` names, or its group with only the named replica,
-    or all groups (None).
+    """Return the status of the groups that a target selects.
 
+    :param target: a group, or a replica, which selects its group without its other
+        replicas; None for all groups.
     :raises UsageError: there is no such group or replica.
     """
     group, _, index = (target or "").partition("/")

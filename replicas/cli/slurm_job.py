@@ -106,7 +106,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def invitation(self, config: Config) -> Path:
-        """Return the path of the file with which agents join: ``token@host:port``."""
+        """Return the path of this start's file with the text ``token@host:port``, which
+        the supervisor writes and agents read to join; do not open it."""
         return config.run.state_dir / f"slurm-{self.start}.join"
 
 
@@ -286,9 +287,13 @@ def _own_agent(config: Config, task: Task) -> Iterator[None]:
 
 
 def _agent(config: Config, task: Task) -> int:
-    """Wait for the supervisor, and run agents of this node, one after another, each in
-    a forked child; return the exit code of the task. Replace the signal handlers of
-    this process."""
+    """Wait for the supervisor, run an agent of this node in a forked child, and wait
+    for its end; return the exit code of the task. Replace the signal handlers of this
+    process.
+
+    If the agent ended while the run continues, as with a new supervisor or after a
+    crash, start another.
+    """
     from replicas.supervisor.agent.remote import Invitation, serve_node  # heavy: not for the supervisor's own process
 
     came = _noted_signals()
