@@ -136,8 +136,8 @@ class Lasting(StreamingResponse):
 
 
 def without_output(text: str) -> str:
-    """Return the text without the last words of a program, which follow its exit code
-    in it and may have secrets."""
+    """Return a text, such as a reason or an error, cut behind the exit code of a
+    program: the last output of the program, which follows there, may have secrets."""
     return _OUTPUT.sub(r"\1", text)
 
 

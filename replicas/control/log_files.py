@@ -256,7 +256,7 @@ def _last_lines(parts: list[Path], lines: int, least: int) -> tuple[list[Path], 
     the first such line in the first part.
 
     :param parts: the oldest first.
-    :param least: minimum of the offset in ``parts[0]``.
+    :param least: offset in ``parts[0]`` before which no line is taken.
     """
     if lines == 0:
         return parts[-1:], _size(parts[-1])

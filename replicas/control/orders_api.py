@@ -145,9 +145,9 @@ async def _order(
 ) -> Order | Response:
     """Read the order in a request; return the response if the request is refused.
 
-    :param path: of the route, for messages. :param access: returns why the request's
-        token does not permit this, or an empty text. :param run: returns the name of
-        this run; a request for another run is refused.
+    :param path: of the route, for messages. :param kind: type of the order.
+    :param access: returns why the request's token does not permit this, or None.
+    :param run: returns the name of this run; a request for another run is refused.
     """
     if why := access(request.headers):
         return unauthorized(why)
