@@ -254,8 +254,8 @@ class Spans:
         return self._open_span(track, "generation", name, number=event.generation, nodes=event.nodes, **more)
 
     def _exited(self, event: events.ReplicaExited) -> None:
-        """End the spans of a generation and its versions, and note how the ranks
-        ended."""
+        """Store how the ranks of a generation ended, as attributes of its span; end the
+        span, and those of its versions."""
         track = track_of(event)
         life = self._open.get((track, "generation", ""))
         if life is not None and life.attributes["number"] == event.generation:
@@ -333,7 +333,7 @@ class Spans:
             self._open_span(track, "node", event.after, reason=event.reason, address=event.address)
 
     def _run_ended(self, event: events.RunEnded) -> None:
-        """Note the exit code, and end all open spans."""
+        """Store the exit code in the supervisor's span, and end all open spans."""
         if (own := self._open.get(("run", "supervisor", ""))) is not None:
             own.attributes |= {"exit_code": event.exit_code, "reason": event.reason}
         for key in list(self._open):

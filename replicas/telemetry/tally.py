@@ -177,8 +177,8 @@ class Tally(msgspec.Struct):
                     setattr(self, name, getattr(fresh, name))
 
     def lost_event(self) -> None:
-        """Count an event that could not be written; the ``EventsLost`` that reports it
-        later then adds nothing."""
+        """Count an event that could not be written to disk. The ``EventsLost`` event
+        that reports the loss later does not count it again."""
         self.events_lost += 1
         self.events_untold += 1
 
