@@ -262,7 +262,8 @@ class _Operation:
         return self.spec.lane_ranks[self.spec.root]
 
     def _one_each(self, participant: int) -> tuple[Segment, ...]:
-        """Return ``participant``'s segments: one for each member of the first attempt.
+        """Return ``participant``'s segments: one for each member of the first attempt,
+        also for members that were lost since then.
 
         :raises ValueError: their number is wrong.
         """

@@ -136,9 +136,11 @@ class Sidecar(HelperProcess):
 
 
 def _of_this_process(spec: GroupSpec) -> GroupSpec:
-    """Return the spec with this process's GPU and NCCL variables, where unset.
+    """Return a copy of the spec with this process's GPU and ``NCCL_`` variables, where
+    the spec does not set them.
 
-    The sidecar has inherited those of its forkserver, which may be outdated.
+    Without them the sidecar would use the variables that it inherited from its
+    forkserver, which may be outdated.
     """
     changes: dict[str, Any] = {}
     if not spec.device and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
