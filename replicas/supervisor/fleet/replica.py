@@ -361,7 +361,7 @@ class Replica:
         self._apply(ReplicaEvent.HELD_UP, reason=self._with_hold_ups())
 
     def _with_hold_ups(self, reason: str = "") -> str:
-        """Return ``reason`` (or the generation's cause of end), with causes of delay."""
+        """Return ``reason`` (or the generation's cause of end), and its delays."""
         cause = self.current.cause
         reason = reason or (cause.text if cause else "stop requested" if self.unwanted else "")
         return "; ".join(filter(None, (reason, self.current.hold_ups.text)))
