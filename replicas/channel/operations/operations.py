@@ -299,9 +299,12 @@ class RankOperations(Part):
             self._hub.spawn(self._finish(job, message.receipt), f"result of {job.operation.kind}")
 
     async def _finish(self, job: Job, data: wire.ReceiptData) -> None:
-        """Write the results on a worker thread.
+        """Write a successful job's results into the caller's tensors, on a worker
+        thread.
 
-        Then end the job with its receipt or error.
+        Then resolve the job with its receipt, or fail it if the write failed.
+
+        :param data: the receipt's data from the coordinator.
         """
         try:
             outcome = await asyncio.to_thread(self._write, job, data)

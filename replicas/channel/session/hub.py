@@ -307,7 +307,8 @@ class Hub:
             self.tell(Part.session_down, self.overdue_error("the wait", DOWN_S))
 
     def _view(self, message: wire.View) -> None:
-        """Replace epoch and members by those of the message (or its changes)."""
+        """Replace epoch and members by those of a View, or apply it if it lists
+        changes."""
         kept = set(self.members).difference(message.left) if message.since else ()
         self.members = tuple(sorted({*message.members, *kept}))
         self.epoch = message.epoch
@@ -377,7 +378,7 @@ class Hub:
             logger.warning("channel %s: %s", self.name, _APART)
 
     def set_assigned(self, version: int) -> None:
-        """Session thread: keep ``version`` (0: none), which this rank loads next."""
+        """Session thread: protect ``version``, which this rank loads next; 0: none."""
         self.held_versions.assigned = version
         self.held_versions.protect()
 

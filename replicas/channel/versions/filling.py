@@ -106,7 +106,7 @@ class PublishJob:
 
     @property
     def announced(self) -> bool:
-        """True if the coordinator was told that it is packed here, or has failed."""
+        """True if the coordinator was told of the packed version, or of the failure."""
         return self.streaming or self.unsettled or self.state in ("told", "failed")
 
     @property

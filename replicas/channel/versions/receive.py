@@ -189,7 +189,7 @@ class Receiver(Part):
         self._send_ask()
 
     def _tell_wait(self, pending: Promise[Update]) -> None:
-        """Log, once, that the rank waits for the first version."""
+        """Log, once, that the rank waits for the first version, if ``pending`` does."""
         if self._wish.pending is pending and not (self._hub.latest or self._told):
             self._told, limit_s = True, self._wish.deadline_s
             end = "without a deadline" if limit_s is None else f"up to {limit_s:g} s"
