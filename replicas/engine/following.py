@@ -262,15 +262,13 @@ class Follower:
         return not misfit
 
     def _wait_for_lockstep(self, update: Update) -> bool:
-        """Report that this target can load the version.
+        """Report that this target can load the version, and wait for the decision.
 
-        Wait until all targets are to load it.
+        The coordinator decides, within the channel's deadline. On a channel without
+        ``adopt_together`` there is no wait.
 
-        There is no deadline here: the coordinator decides within the channel's.
-
-        :returns: True if it is to be loaded now, without a wait if the channel does not
-            load together. False if no target loads it (the engine then drops it), or if
-            ``stop`` was set.
+        :returns: True if the version is to be loaded now. False if no target loads it
+            (the engine then drops it), or if ``stop`` was set.
         :raises replicas.errors.SyncError: the engine is gone.
         """
         pending = update.adopt(whole=True)
