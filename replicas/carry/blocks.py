@@ -69,10 +69,8 @@ class Blocks:
     def next_block(self) -> int | None:
         """Remove the lowest block number from the queue of requests, and return it.
 
-        Or None.
-
-        The caller requests the block. None means that no block is queued now, though
-        requests may be under way.
+        The caller requests the block. Return None if no block is queued; requests may
+        be under way even then.
         """
         return heappop(self._waiting) if self._waiting else None
 

@@ -75,8 +75,8 @@ class Slot:
     def image(self, place: wire.Place, *, full: bool = False, mapped: bool = False) -> Image:
         """Return a new :class:`Image` of the bytes at ``place``.
 
-        :param full: all bytes are there already.
-        :param mapped: give it the mapping, to serve it over TLS.
+        :param full: all bytes are there already; else none is.
+        :param mapped: also map the bytes into memory, to serve them over TLS.
         :raises ValueError: the slot is too small.
         """
         if place.offset + place.nbytes > self.nbytes:

@@ -183,7 +183,8 @@ def apply_block(base: memoryview, delta: bytes, out: memoryview) -> None:
 def _layout(regions: Iterable[Region], start: int, nbytes: int) -> Sequence[tuple[int, int]]:
     """Return (end, bytes of an element) of regions that cover the block, in order.
 
-    :param regions: as of :func:`encode_block`, in the image.
+    :param regions: (first byte, end, bytes of an element) in the image. Between them
+        regions of 1-byte elements are added; if empty, the block is one region.
     :param start: the block's first byte in the image. ``nbytes``: its size.
     :raises ValueError: a region has elements of another size than 1, 2, 4 or 8 bytes.
     """
@@ -214,9 +215,9 @@ def _layout(regions: Iterable[Region], start: int, nbytes: int) -> Sequence[tupl
 
 
 def _planes(values: npt.NDArray[Any], count: int) -> bytes:
-    """Return the lowest bytes of all values, then the next ones: ``count`` planes.
+    """Return the lowest byte of each value, then the second byte of each, and so on.
 
-    Integers that are small then compress well.
+    ``count`` bytes of each value are taken. Integers that are small then compress well.
     """
     return values.view("u1").reshape(-1, values.itemsize)[:, :count].T.tobytes()
 
@@ -270,7 +271,7 @@ def _decoded(delta: bytes, nbytes: int) -> list[Changes]:
 
 
 def _elements(places: Sequence[tuple[int, int]], nbytes: int) -> list[int]:
-    """Return, for each region, the number of elements from the block's start on.
+    """Return, for each region, how many elements the block has up to the region's end.
 
     :param places: (end, bytes of an element) of each region, in order.
     :param nbytes: size of the block.

@@ -176,9 +176,10 @@ class Connector:
         """Connections by holder whose handshake is done."""
 
     def hang_up(self, holder: Holder | None = None) -> None:
-        """Shut down all connections to ``holder``, which its threads notice as HungUp.
+        """Shut down all connections to ``holder``; their threads get HungUp.
 
-        None means the connections to all holders, and no new ones until :meth:`reopen`.
+        If None, shut down those to all holders, and refuse new ones until
+        :meth:`reopen`.
         """
         with self._lock:
             if holder is None:
@@ -189,7 +190,10 @@ class Connector:
                     tls.hang_up(sock)
 
     def is_far(self, holder: Holder | None) -> bool:
-        """Return True if the last round trip to the holder was above 10 ms."""
+        """Return True if the last round trip to the holder was above 10 ms.
+
+        Return False if there was none, or ``holder`` is None.
+        """
         return holder is not None and self._trips.get(holder.host, 0.0) > FAR_S
 
     def reopen(self) -> None:

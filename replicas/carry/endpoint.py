@@ -141,7 +141,8 @@ def _why_not(error: OSError, host: str, port: int) -> str:
 def _resolved(host: str, port: int, link: str = "") -> tuple[socket.AddressFamily, _Address]:
     """Return (family, socket address) of an IP address, valid on this machine.
 
-    :param link: the interface that leads to another machine's link-local address.
+    :param link: name of the interface through which to reach a link-local IPv6 address
+        that is not this machine's; else the one after ``%`` in ``host`` counts.
     :raises OSError: ``host`` is not an IP address, or its interface does not exist.
     """
     text, _, scope = host.partition("%")

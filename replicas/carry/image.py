@@ -45,9 +45,10 @@ class Image:
         self._withdrawn = ""
 
     def mark_present(self, start: int, end: int) -> None:
-        """Mark bytes ``start`` to ``end`` as present: whole chunks, or a prefix.
+        """Mark bytes ``start`` to ``end`` as present; wake threads that wait for them.
 
-        Wakes the threads that wait for bytes.
+        A chunk (1 MiB) that they fill only in part is marked only if they continue the
+        bytes that are present from the image's first byte on without a gap.
         """
         with self._changed:
             if start <= self._prefix:
@@ -59,16 +60,17 @@ class Image:
             self._changed.notify_all()
 
     def mark_missing(self, start: int, end: int) -> None:
-        """Mark bytes ``start`` to ``end``, whole chunks, as missing."""
+        """Mark all chunks (1 MiB) with bytes of ``start`` to ``end`` as missing."""
         with self._changed:
             first, last = start // CHUNK_NBYTES, -(-end // CHUNK_NBYTES)
             self._here[first:last] = b"\x00" * (last - first)
             self._prefix = min(self._prefix, start)
 
     def wait_for_bytes(self, start: int, end: int, timeout_s: float) -> int:
-        """Wait for the byte at ``start``; return how many bytes from it on are there.
+        """Wait for the byte at ``start``; return how many bytes from it on have no gap.
 
-        Counts up to ``end``. Returns 0 if it did not arrive within ``timeout_s``.
+        Bytes from ``end`` on are not counted. Return 0 if the byte at ``start`` did not
+        arrive within ``timeout_s``.
 
         :raises Withdrawn: the transfer has ended.
         """

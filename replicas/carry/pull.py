@@ -196,8 +196,9 @@ class Pull:
     def _find_wrong(self, holders: Sequence[Holder], digest: str, deadline: float) -> None:
         """Find the blocks with wrong bytes, and have them requested again.
 
-        Asks the holders for the digests of all blocks, until these make up ``digest``,
-        the version's. Holders that served wrong bytes come last then.
+        Ask one holder after the other for the digests of all blocks, until they combine
+        to ``digest``, the version's, and so are right. Then begin again with all
+        holders; those that served wrong bytes come last.
 
         :param deadline: of the monotonic clock.
         :raises Failed: no holder knows the blocks' digests, or a holder served wrong
@@ -274,7 +275,11 @@ class Pull:
                 self._changed.notify_all()
 
     def _use(self, holder: Holder) -> None:
-        """Connect to the holder; receive blocks until none is left, or it fails."""
+        """Connect to the holder; receive blocks until none is left, or an error comes.
+
+        Raises no error of the connection: the holder is then given up, or fewer
+        connections are used.
+        """
         with self._changed:
             last = self.holders.is_last(holder)
         try:
@@ -288,9 +293,11 @@ class Pull:
             self._give_up(holder, dialler.failure_text(error, holder), cut=dialler.is_cut(error))
 
     def _not_made(self, holder: Holder, error: dialler.ConnectFailed) -> None:
-        """Handle a connection that could not be made: wait, or give the holder up.
+        """Handle a connection that could not be made; its thread ends then.
 
-        The thread ends then; the lack of a resource limits the number of connections.
+        After a broken handshake, wait before that. If this process lacks a resource, or
+        other connections to the holder work, limit their number. Else give the holder
+        up.
         """
         with self._changed:
             others = self._running - 1

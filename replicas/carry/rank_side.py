@@ -127,7 +127,7 @@ class Carrier(HelperProcess):
 
     @property
     def at_work(self) -> bool:
-        """True if a request is open or a transfer served, so that a freeze matters."""
+        """True if a request is open or a transfer served; it is pinged more often."""
         return bool(self._pending or self._serving)
 
     def kill(self, reason: str = "killed") -> None:
@@ -267,9 +267,11 @@ class Carrier(HelperProcess):
         return (await self._ask(request, WITHDRAW_TIMEOUT_S, wire.Withdrawn)).sent_nbytes
 
     def _failure(self, reply: Any, text: str) -> Exception:
-        """Return (do not raise) the error for ``reply``: a failure, or not expected.
+        """Return (do not raise) the error for a reply that is not the one asked for.
 
-        :param text: of the error of a reply that is not expected.
+        It is PullFailed for a pull that failed, InternalError for other replies.
+
+        :param text: of the InternalError, unless the carrier gave a reason.
         """
         if isinstance(reply, wire.PullFailed):
             return PullFailed(reply)
@@ -278,8 +280,8 @@ class Carrier(HelperProcess):
     def _answers_ping(self, reply: wire.Reply) -> bool:
         """Handle a Pong or the carrier's first message, and return True.
 
-        A Pong calls :attr:`receivers`. Return False for other replies, which answer a
-        request.
+        A Pong reports received bytes, each to the callback of its transfer in
+        :attr:`receivers`. Return False for other replies, which answer a request.
         """
         if isinstance(reply, wire.Listening) and not self._listens.done():
             self._listens.set_result(reply)

@@ -201,11 +201,11 @@ class Server:
         return True
 
     def _end_handshake(self, guest: _UnprovenConnection) -> None:
-        """Count a connection no longer among those in their handshakes.
+        """Remove a connection from those in their handshakes, and wake waiting threads.
 
-        Wake waiting threads.
+        The connection is not closed.
 
-        Its handshakes are done or have failed. The connection is not closed.
+        :param guest: the connection, whose handshakes are done or have failed.
         """
         with self._lock:
             self._guests.pop(guest, None)
@@ -247,12 +247,12 @@ class Server:
                 self._lock.notify_all()
 
     def _proven(self, guest: _UnprovenConnection) -> _Offered | None:
-        """Do the handshakes with a puller within 2 s.
+        """Do the handshakes with a puller within 2 s; return the image to serve it.
 
-        Return the image that it may read.
+        Returns None if the image was withdrawn meanwhile.
 
-        Returns None if it was withdrawn meanwhile.
-
+        :param guest: the new connection. Its socket is replaced if the puller uses TLS,
+            and becomes one of the image's connections on success.
         :raises OSError: they failed, or took too long.
         """
         deadline = time.monotonic() + PROOF_S
@@ -291,7 +291,9 @@ class Server:
 
         Waits for a coming offer, until a bit before ``deadline`` (monotonic clock).
 
-        :param sealed: the connection uses TLS.
+        :param guest: the connection; it is noted that it has named a served transfer.
+        :param sealed: the connection uses TLS. Return None if the transfer is served
+            only the other way (without TLS, or over TLS).
         """
         while True:
             guest.told.clear()

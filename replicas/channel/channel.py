@@ -53,7 +53,7 @@ class Channel(Collectives):
     """
 
     def __init__(self, hub: Hub, session: Session) -> None:
-        """Make the parts of the channel, and register them; send nothing."""
+        """Make the parts that share ``hub``, and give it the session; send nothing."""
         self._hub = hub
         self._pid = os.getpid()
         self._closed = self._leaving = False
@@ -86,7 +86,7 @@ class Channel(Collectives):
 
     @property
     def version(self) -> int:
-        """Number of the version loaded here (a source's: committed); 0 without one."""
+        """The version last loaded by this rank (on a source: last committed), or 0."""
         return self._hub.loaded
 
     @property
@@ -134,8 +134,7 @@ class Channel(Collectives):
         the same order (with ``ranks = "leader"`` the leader alone suffices, unless
         gathering the weights needs the other ranks). The call iterates over the weights
         once, in order, on this thread and stream, even after a failure or a refused
-        argument, because other ranks take part in the gathers; every rank raises the
-        same error.
+        argument, as the gathers involve other ranks; every rank raises the same error.
 
         A publish continues if the coordinator restarts. Without a verdict by the
         deadline it raises OutcomeUnknown; wait again to learn the outcome.
@@ -256,7 +255,8 @@ class Channel(Collectives):
         reserve(self._hub, weights, dtype, self._publisher.mode, number)
 
     def _check_can_fill(self, what: str, dtype: object) -> None:
-        """Raise UsageError unless this rank may fill slots, with this torch dtype."""
+        """Raise UsageError unless this is an open channel's source, and ``dtype`` None
+        or a torch.dtype. ``what``: name of the calling method, for the error."""
         self._check_role(what)
         self._check_open()
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -339,13 +339,12 @@ class Channel(Collectives):
     def close(self, *, wait: bool = True) -> None:
         """Leave the channel: say good-bye, end the sidecars, free the memory.
 
-        Closing again does nothing. The call blocks: make it in a worker thread if a
-        coordinator runs on this thread's event loop.
+        Closing again does nothing. The call blocks.
 
         :param wait: first wait until publishes and operations have ended, by their own
             deadlines; default True.
         :raises replicas.errors.UsageError: a coordinator runs on this thread's event
-            loop; the channel stays open.
+            loop: call it in a worker thread. The channel stays open.
         :raises replicas.errors.ReplicasError: a failure that no caller waited for yet.
         """
         if self._pid != os.getpid():
@@ -393,7 +392,7 @@ class Channel(Collectives):
             self._hub.loop.spawn(self._leave_on_loop(), f"{self.name}: leaves")
 
     async def _leave_on_loop(self) -> None:
-        """Session thread: send Bye, end all parts with Gone, free memory."""
+        """Session thread: send Bye, fail open work with Gone, then free the memory."""
         hub = self._hub
         try:
             await hub.session.close("closed", BYE_TIMEOUT_S)
@@ -406,8 +405,9 @@ class Channel(Collectives):
             self._left.resolve(None)
 
     def _open(self, timeout_s: float) -> None:
-        """Block until the session is open; Disconnected after ``timeout_s`` seconds.
-        Also has the channel closed at exit; a peer starts to fork a sidecar."""
+        """Connect, and block until the session is open. Have the channel closed at
+        exit; on a peer also start to fork a sidecar, which will run its collectives.
+        Raise Disconnected if no coordinator answers within ``timeout_s`` seconds."""
         loop = self._hub.loop
         began = time.monotonic()
         loop.closers[self] = partial(self.close, wait=False)
@@ -422,7 +422,8 @@ class Channel(Collectives):
             self._hub.call(self._lanes.prepare)  # the other roles need sidecars only with several hosts
 
     def _start_operation(self, operation: OperationCall, deadline: float | None) -> Pending[Receipt]:
-        """Check role and tensors, copy the inputs, and start the collective."""
+        """Check role and tensors, copy the inputs, and start the collective. Return its
+        Pending, which ends within ``deadline`` seconds (None: the channel's)."""
         self._check_open()
         if self.role != "peer":
             raise self._misuse(f"{operation.kind}: channel {self.name} has no peers", "use one with peers = [...]")
@@ -454,7 +455,7 @@ class Channel(Collectives):
             raise self._misuse(text, "join in the process that uses the channel")
 
     def _check_open(self) -> None:
-        """Raise UsageError if closed, or in a forked child; or the fatal error."""
+        """Raise UsageError if closed or forked, or the error that ended the channel."""
         self._check_process()
         if self._closed:
             raise self._misuse(f"channel {self.name} is closed", "join again")

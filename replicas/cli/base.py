@@ -66,7 +66,13 @@ def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str,
 
 def _complete_group(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Complete a group in a shell: return (name, help text) of the groups that begin
-    with ``incomplete``, as :func:`_complete_target` finds them."""
+    with ``incomplete``.
+
+    Asks the run, 2 s at most, or else reads its config. Returns an empty list on an
+    error.
+
+    :param context: the arguments so far, which name the run.
+    """
     return [(name, what) for name, what in _complete_target(context, incomplete) if "/" not in name]
 
 
@@ -114,12 +120,14 @@ Addressed = Annotated[RunAddress, _NAMED | _ADDRESS]
 
 
 def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that lets typer run a function with keyword parameters.
+    """Return a decorator that turns a function with keyword parameters into a command.
 
-    Its parameter ``place`` is made of options, its targets are checked, and a library
-    error becomes one message on stderr and its exit code.
+    The wrapped function shows typer the options of its parameter ``place`` instead of
+    ``place``, and builds the :class:`RunAddress` from their values. It refuses a config
+    file given as a target. If the function raises a library error, the command prints
+    the error as one message on stderr, and exits with the error's exit code.
 
-    :param failed: the exit code of a WorldError or SyncError.
+    :param failed: the exit code for a WorldError or SyncError.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -172,9 +180,13 @@ def slashed(target: str | None) -> str | None:
 
 
 def _config_first(values: dict[str, Any], target: str) -> None:
-    """Change ``values`` (of a command's options) in place: if the value of the key
-    ``target`` is a .toml file, swap it with that of ``config``. So CONFIG may be the
-    only argument."""
+    """Swap two arguments of a command, TARGET and CONFIG, if TARGET is a .toml file.
+
+    So a user may leave TARGET out, and give CONFIG as the only argument.
+
+    :param values: the parsed arguments and options by name, which are changed in place.
+    :param target: the name in ``values`` under which TARGET is.
+    """
     given = values[target]
     if given is not None and given.endswith(".toml"):
         rest = values["config"]

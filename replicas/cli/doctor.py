@@ -24,8 +24,8 @@ from replicas.trust.tokens import OPERATOR_FILE
 
 
 def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
-    """Run all checks, and yield what they find, from the run to the machine. Blocks,
-    with GPUs for seconds; changes nothing.
+    """Run all checks, and yield their findings: first those on the run, then those on
+    the machine. Blocks, with GPUs for seconds; changes nothing.
 
     :param config: of the run, if known. :param state_dir: of the run, if it has one.
     """
@@ -61,7 +61,8 @@ def _run_finding(state_dir: Path, supervisor: int | None, living: int) -> Findin
     running.
 
     :param supervisor: pid of its living supervisor, or None.
-    :param living: the number of its processes, or of those that continue without it.
+    :param living: the number of the run's processes that live. Without a supervisor
+        they are the replicas that outlived the last one.
     """
     if supervisor is not None:
         return Finding("run", "ok", f"the run is supervised by process {supervisor}, state in {state_dir}")
@@ -89,7 +90,11 @@ def _plan(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
-    """Yield findings on the run's ports; ``ours``: pids of the run's own processes."""
+    """Yield a finding for each port that the config names: it is free, held by the run
+    itself or, which is a problem, by other processes. Bind no socket.
+
+    :param ours: pids of the run's own processes.
+    """
     wanted = [
         ("control.listen", config.control.host, config.control.port),
         ("store", config.store.bind, config.store.port),
@@ -111,10 +116,10 @@ def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
 
 
 def _carriers(first: int, listening: Collection[Listener]) -> Finding:
-    """Return the finding on the ports of carriers (processes that serve versions to
-    other hosts, one for each rank) on this machine.
+    """Return the finding that says which ports of carriers on this machine are held by
+    other programs. Carriers serve versions to other hosts, one process for each rank.
 
-    :param first: the first port of their range; 0: any free one.
+    :param first: the first port of their range; 0: carriers use any free ports.
     :param listening: the listening sockets of this machine.
     """
     if not first:

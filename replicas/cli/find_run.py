@@ -109,10 +109,11 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
 
 
 def _describe_detached(state_dir: Path, now: float) -> str:
-    """Return a clause on a run whose supervisor was detached (ended alone, so that the
-    next one takes over its replicas), or an empty text if this run's was not.
+    """Return the state of a run whose supervisor was detached (ended alone, so that the
+    next one takes over its replicas), as a clause such as "has no supervisor since
+    10:20:30: ...". Return an empty text if the supervisor was not detached.
 
-    :param now: seconds since 1970.
+    :param now: the present time, in seconds since 1970: the replicas may have ended.
     """
     from replicas.supervisor.state.run_state import RunState  # imported late: other commands do not need its modules
 
@@ -127,13 +128,13 @@ def _describe_detached(state_dir: Path, now: float) -> str:
 
 
 def find_state_dir(folder: Path, *, running: bool = False) -> Path:
-    """Return the state folder of a run below ``folder``: the only one, or the only one
-    that is alive.
+    """Return the state folder of the only run below ``folder``. If there are several,
+    return that of the only run that is alive.
 
-    :param running: the caller needs a living run: if several runs have a folder and
-        none has been started, raise Disconnected in place of UsageError.
-    :raises UsageError: several runs have their state there.
-    :raises Disconnected: no run has.
+    :param running: True if the caller needs a run that is alive: then the error is
+        Disconnected if there are several runs, and none is alive or was killed.
+    :raises UsageError: several runs have their state there, and the choice is open.
+    :raises Disconnected: no run has its state there.
     """
     started = {path.parent for path in folder.glob(f".replicas/*/{ENDPOINT_FILE}")}
     known = {path.parent for path in folder.glob(".replicas/*/lock") if _is_of_run(path.parent)}
@@ -204,11 +205,15 @@ def state_dir_of(path: Path) -> Path | None:
 
 
 def _is_over(state_dir: Path | None, pid: int, error: Disconnected) -> bool:
-    """Return True if a run is over whose status request has failed, False to ask again.
+    """Decide after a failed status request whether the run is over. Return False if the
+    caller should ask again, as the supervisor may only be busy.
 
-    :param state_dir: of the run; None: it is remote, and only ``error`` can be judged.
-    :param pid: of its supervisor. :param error: of the request.
-    :raises Disconnected: its supervisor was killed: ``error`` itself.
+    A run is over, too, if another supervisor has taken its place.
+
+    :param state_dir: the run's. None stands for a remote run, which is over if its port
+        refuses the connection.
+    :param pid: pid of the supervisor. :param error: the error of the request.
+    :raises Disconnected: the supervisor was killed; raises ``error`` itself.
     """
     if state_dir is None:
         return isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError)
@@ -335,8 +340,9 @@ class RunAddress:
         seconds, blocking between, until the run is over; it yields None if there was no
         answer.
 
-        The run is over with the present supervisor, which is found in this call: an
-        order that ends the run may follow before the first state is asked for.
+        The run counts as over when its present supervisor has ended, even if another
+        one follows. This call reads which supervisor that is: so the caller may order
+        the run's end before it uses the iterator.
 
         :raises Disconnected: it is not running. The iterator raises it if the
             supervisor was killed, or has been silent for :data:`SILENT_S`.
@@ -350,8 +356,9 @@ class RunAddress:
         """Yield states, or None for no answer, every ``interval_s`` seconds until the
         run is over.
 
-        :param state_dir: the run's; None: it is remote.
-        :param pid: of the supervisor with which the states began; 0: it is remote.
+        :param state_dir: the run's; None for a remote run.
+        :param pid: pid of the supervisor to ask, with whose end the run counts as over;
+            0 for a remote run.
         """
         silent_since: float | None = None
         while True:
@@ -398,11 +405,11 @@ class RunAddress:
         return found
 
     def _read_token(self) -> tuple[str, int | None]:
-        """Return (token, owner): the token or an empty text, and the uid of the owner
-        of the file that was named for it, or None for the run's own file.
+        """Return (token, owner). The token is empty if it is not known. The owner is
+        the uid that owns the file that the user named, or None for the run's own file.
 
-        Links to that file are followed. The token is read once and kept: the run's own
-        file is deleted at its end, for which the caller may wait.
+        Links to a named file are followed. A token that was found is not read again, as
+        the run's own file is deleted at the run's end, for which the caller may wait.
         """
         if self._token[0]:
             return self._token

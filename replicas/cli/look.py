@@ -234,8 +234,8 @@ def events(
     named = target is None
 
     def past() -> Iterator[Record]:
-        """Yield the selected events of the past; note the last number, and if one names
-        the target."""
+        """Yield the selected events that are recorded already. Set ``position`` to the
+        number of the last event read, and ``named`` if an event was of the target."""
         nonlocal position, named
         for record in _past(place, position):
             position, named = record.seq, named or words.concerns(record, target or "", itself=True)

@@ -80,8 +80,8 @@ def _options(
         bool, typer.Option("--services", help=_SERVICES_HELP, callback=_print_services, is_eager=True)
     ] = False,
 ) -> None:
-    """Take the options before the command: typer calls this, and the callbacks of the
-    options act."""
+    """Do nothing: this declares to typer the options before the command, such as
+    ``--version``, whose own callbacks act."""
 
 
 @command()
@@ -197,12 +197,13 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _flush_stdout(more: str = "") -> bool:
-    """Flush stdout. If it is closed, print a message, discard all further output, and
-    return False; else return True.
+    """Flush stdout, and return True. If stdout cannot be written, print a message on
+    stderr, discard all further output, and return False.
 
-    No message is printed if the reader has closed it (``head``).
+    No message is printed if the reader has closed the pipe (``head``).
 
-    :param more: text to try it with.
+    :param more: text to write first, so that a closed stdout is noticed even if nothing
+        else is to be written.
     """
     try:
         print(more, end="", flush=True)

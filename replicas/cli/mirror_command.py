@@ -67,10 +67,13 @@ def mirror(
 
 
 def _write(kept: Mirror, update: replicas.Update, run: str, term: int) -> None:
-    """Write the version of ``update`` as a folder of the mirror, or refuse it; print
-    which of both.
+    """Write the version of ``update`` as a folder of the mirror, and print its path.
 
-    :param run: name of the run. :param term: number of its coordinator's life.
+    If that fails, refuse the version (tell the run that it was not loaded), and print
+    the error on stderr.
+
+    :param kept: the mirror, which writes the folder. :param run: name of the run.
+    :param term: number of its coordinator's life.
     """
     from replicas.sources.mirror import Version
 
@@ -100,11 +103,11 @@ def _member(place: RunAddress, channel: str, group: str) -> replicas.Channel:
 
 @contextlib.contextmanager
 def _until_told() -> Iterator[list[int]]:
-    """Context manager: at SIGTERM end the command by typer's Exit; restore the old
-    handler on leaving. The value is the list of signals so far.
+    """Context manager: raise typer's Exit in the block at SIGTERM, which ends the
+    command; restore the old handler on leaving.
 
-    The list is needed as the exception can be lost (``shutil.rmtree`` closes files
-    twice).
+    Yields a list to which each signal is added. The caller must look at the list, too,
+    as code in the block may swallow the exception (``shutil.rmtree`` does).
     """
     told: list[int] = []
 

@@ -274,8 +274,10 @@ def _until_ready(place: RunAddress, target: str | None, until: float, words: str
 
 def _wait_for_run(place: RunAddress, until: float, show_doing: Callable[[str], None]) -> Iterator[RunStatus | None]:
     """Block until the run answers, polling five times a second; return an iterator of
-    its states. So a script may start the run in the background, again after an earlier
-    end.
+    its states.
+
+    So a script may start the run in the background, and wait for it immediately. That
+    an earlier run of the same config has ended is no error while a new one starts.
 
     :param until: when to give up, by ``time.monotonic()``.
     :param show_doing: changes the progress line.
@@ -307,9 +309,10 @@ def _any_begins() -> bool:
 
 
 def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
-    """Return the group that ``target`` names, or its group with only the named replica,
-    or all groups (None).
+    """Return the status of the groups that a target selects.
 
+    :param target: a group, or a replica, which selects its group without its other
+        replicas; None for all groups.
     :raises UsageError: there is no such group or replica.
     """
     group, _, index = (target or "").partition("/")
@@ -325,10 +328,13 @@ def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
 
 
 def unready(status: RunStatus, target: str | None) -> list[ReplicaStatus]:
-    """Return the replicas to wait for: those that are neither ready nor done, in groups
-    of the target with too few that are; empty if the target is ready.
+    """Return the replicas that are neither ready nor done, in each group of the target
+    that has fewer good replicas than it needs. Return an empty list if the target is
+    ready.
 
-    :raises WorldError: too few of them can still become ready.
+    :param target: a group or replica; None for all groups.
+    :raises WorldError: so many replicas of a group have failed or were drained that the
+        group cannot become ready.
     """
     missing: list[ReplicaStatus] = []
     for group in chosen(status, target):

@@ -115,8 +115,8 @@ def fitted(columns: Sequence[Sequence[str]], room: int) -> list[int]:
     """Return widths for columns of texts, each with its heading first, that together
     have at most ``room`` characters.
 
-    Whole words fit first, then whole cells, then whole headings, the shortest need
-    first. If even the words do not fit, the longest ones (paths) are broken.
+    Each column gets its longest word, then its longest cell, then its heading, small
+    needs first. If even the words do not fit, the widest columns (paths) get less.
     """
     widths = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
     while sum(widths) > max(room, len(widths)):
@@ -349,8 +349,8 @@ def _top_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
 
 
 def _top_channel_row(channel: ChannelStatus, replicas: Iterable[ReplicaStatus], now: float) -> tuple[str, ...]:
-    """Return a channel's cells in ``replicas top``; ``replicas``: the run's, for
-    lags."""
+    """Return a channel's cells in ``replicas top``; its lags are read from
+    ``replicas``, all replicas of the run."""
     lags = sorted(((one.lag_s.get(channel.name, 0.0), one.name) for one in replicas), reverse=True)
     behind = list_text([name for lag_s, name in lags if lag_s], 1)
     last, step = channel.last_sync, "" if channel.step is None else f" (step {channel.step:g})"

@@ -50,7 +50,8 @@ def report(
     from replicas.page.report import report as page_of
 
     def told() -> Iterable[Record]:
-        """Return the events one by one: a long run has more than memory should hold."""
+        """Return a new iterable of all events, of the demo or from disk. It reads the
+        disk as it is iterated: the events of a long run may not fit into memory."""
         return recorded(time.time()) if demo else _events(run)
 
     if output is not None or trace is None:

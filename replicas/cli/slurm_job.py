@@ -78,8 +78,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, environ: Mapping[str, str], *, whole_run: bool) -> Task:
         """Read this process's task from Slurm's variables.
 
-        :param whole_run: True if a step of its own is the run, False if the batch
-            script is.
+        :param environ: the environment with these variables.
+        :param whole_run: True if one job step (``srun``) is the whole run: then the
+            nodes are those of the step. False if the batch script starts the parts of
+            the run as several steps: then the nodes are those of the job.
         :raises UsageError: this process does not belong to a Slurm job, or its step has
             several tasks on this node.
         """
@@ -104,7 +106,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def invitation(self, config: Config) -> Path:
-        """Return the path of the file with which agents join: ``token@host:port``."""
+        """Return the path of this start's file with the text ``token@host:port``, which
+        the supervisor writes and agents read to join; do not open it."""
         return config.run.state_dir / f"slurm-{self.start}.join"
 
 
@@ -151,7 +154,8 @@ def _supervise(config: Config, task: Task) -> int:
     path, is_ours = task.invitation(config), False
 
     def write(supervisor: Supervisor) -> None:
-        """Write the present token and address, and remove files of earlier starts.
+        """Write the supervisor's present token and address to ``path``, for agents, and
+        remove such files of earlier starts of the job.
 
         :raises WorldError: writing failed.
         """
@@ -194,8 +198,10 @@ def _on_job(config: Config, task: Task) -> Config:
 def _own_address(task: Task) -> str:
     """Return the address at which the other nodes of the job reach this one.
 
-    A node's own name may lead to 127.0.1.1, as Debian's installer sets it up. Slurm
-    knows how it reaches the node itself, and the route to another node has its own end.
+    It is the first of these that is not loopback: the address of the node's name, of
+    the host name, the one that Slurm has (``NodeAddr``), and this machine's address on
+    the route to another node. A node's own name may lead to 127.0.1.1, as Debian's
+    installer sets it up.
 
     :raises UsageError: only loopback was found, and there are other nodes.
     """
@@ -281,9 +287,13 @@ def _own_agent(config: Config, task: Task) -> Iterator[None]:
 
 
 def _agent(config: Config, task: Task) -> int:
-    """Wait for the supervisor, and run agents of this node, one after another, each in
-    a forked child; return the exit code of the task. Replace the signal handlers of
-    this process."""
+    """Wait for the supervisor, run an agent of this node in a forked child, and wait
+    for its end; return the exit code of the task. Replace the signal handlers of this
+    process.
+
+    If the agent ended while the run continues, as with a new supervisor or after a
+    crash, start another.
+    """
     from replicas.supervisor.agent.remote import Invitation, serve_node  # heavy: not for the supervisor's own process
 
     came = _noted_signals()

@@ -247,7 +247,7 @@ def score(
     place: Addressed,
     as_json: Json = False,
 ) -> None:
-    """Report scores of VERSION. The mean of all reports is shown, and may decide."""
+    """Report scores of VERSION. Their mean may promote or reject a candidate."""
     found: dict[str, float] = {}
     for one in scores:
         name, _, value = one.partition("=")

@@ -154,12 +154,10 @@ class _Frame:
     """One frame of the view, drawn from ``seen``, as long as the terminal is high."""
 
     def __init__(self, seen: _Seen, screen: Screen) -> None:
-        """Begin at the top, with nothing drawn.
+        """Begin scrolled to the top; draw nothing yet.
 
-        Rendering a frame draws what is ``seen``.
-
-        :param seen: the known state, which threads update. :param screen: its height
-            limits a frame.
+        :param seen: the state of the run, read at each drawing; threads update it.
+        :param screen: the console, whose height limits a frame.
         """
         self._seen, self._screen = seen, screen
         self._first = self._page = self._lines = 0

@@ -197,9 +197,11 @@ def _got(
 
 
 def _kept(joined: replicas.Channel, version: int, deadline_s: float) -> replicas.Update:
-    """Have the run bring an older version, which other members hold, to this member,
-    and return it open for reading; a lease keeps it until this member leaves.
+    """Have the run bring an older version, which other members hold, to this member;
+    wait for it, and return it open for reading. A lease keeps its content in the run
+    until this member leaves.
 
+    :param deadline_s: longest time of the order, and again of the transfer.
     :raises Gone: no member holds it, or it did not come within ``deadline_s``.
     """
     joined.versions.hold(version, deadline=deadline_s).wait()

@@ -63,9 +63,10 @@ def undo(environment: MutableMapping[str, str]) -> None:
 
 
 def restore_path(environment: MutableMapping[str, str], meant: Mapping[str, str]) -> None:
-    """Set ``PYTHONPATH`` of ``environment``, in place, to its value in ``meant``.
+    """Set ``PYTHONPATH`` of ``environment``, in place, to its value in ``meant``, the
+    environment that the process should have.
 
-    Remove the variable if ``meant`` has none.
+    Remove the variable if ``meant`` does not have it.
     """
     if _PATH in meant:
         environment[_PATH] = meant[_PATH]

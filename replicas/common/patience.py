@@ -30,10 +30,12 @@ class PauseClock:
         self._slack_s = slack_s
 
     def measure_pause(self, now: float) -> float:
-        """Return for how many seconds this process was paused before this look, or 0.
+        """Return for how many seconds this process was paused before this look.
 
-        The look is late if it comes more than ``slack_s`` after :attr:`due`, which
-        stays.
+        That is the time since :attr:`due`, if it is more than ``slack_s``, else 0. This
+        method does not change :attr:`due`.
+
+        :param now: the present time, by the caller's steady clock.
         """
         late_s = now - self.due
         return late_s if late_s > self._slack_s else 0.0
@@ -55,12 +57,14 @@ class Patience(PauseClock):
         self._since: float | None = None
 
     def measure_duration(self, now: float, so: bool) -> float:
-        """Record at this look whether the condition holds (``so``), and for how long it
-        has.
+        """Record whether the condition holds at this look; return for how many seconds
+        it has held at every look.
 
-        Return that time in seconds. Return 0 if the condition does not hold now, or if
-        this process was paused before this look. The next look is due one interval
-        after ``now``.
+        Return 0 if the condition does not hold now, or if this process was paused
+        before this look. The next look is due one interval after ``now``.
+
+        :param now: the present time, by the caller's steady clock.
+        :param so: True if the condition holds.
         """
         if self._since is None or not so or self.measure_pause(now):
             self._since = now if so else None

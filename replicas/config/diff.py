@@ -65,7 +65,8 @@ class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 def diff(old: Config, new: Config) -> ConfigDiff:
     """Compare two configs; return the plan of a reload from ``old`` to ``new``, and
-    start nothing. Names are in the order of the config that has them."""
+    start nothing. Groups that are removed are listed in the order of ``old``, all
+    others in the order of ``new``."""
     both = {name: (old.groups[name], group) for name, group in new.groups.items() if name in old.groups}
     changed = [name for name, (before, after) in both.items() if _started_with(before) != _started_with(after)]
     restarted = [name for name in changed if not new.groups[name].external]
@@ -110,7 +111,11 @@ def _text(path: str, value: object) -> str:
 
 
 def _asking(config: Config, *resources: str) -> list[str]:
-    """Return the names of groups that ask for one of these resources."""
+    """Return the names of the config's groups that set at least one of these resources
+    to a value other than None and 0.
+
+    :param resources: names of fields of ``ResourcesConfig``, such as ``"gpus"``.
+    """
     return [
         name
         for name, group in config.groups.items()

@@ -47,8 +47,7 @@ _EXTERNAL = ("name", "launcher", "replicas", "nproc_per_node", "nnodes", "health
 def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
     """Return a config from a :class:`Config`, the path of its file, or a mapping.
 
-    :raises BadConfig: with every problem found.
-    :raises replicas.errors.UsageError: it is of another type.
+    :raises BadConfig: with every problem. :raises UsageError: it is of another type.
     """
     if isinstance(config, Config):
         return _absolute(config)
@@ -154,8 +153,8 @@ def _parse(
     path: Path | None = None,
     lines: config_text.Lines | None = None,
 ) -> Config:
-    """Return the config of a mapping; raise BadConfig with all problems. ``path``: its
-    file, if any. ``source``: its name in the error. ``lines``: finds lines of keys."""
+    """Return the config of ``mapping`` at the root ``place``; raise BadConfig with all
+    problems. ``source``: name for errors; ``path``: file; ``lines``: lines of keys."""
     if config_text.is_too_deep(mapping):
         raise BadConfig([config_text.TOO_DEEP], source=source)
     if odd := [one for one in {place.base, place.home or place.base} if not encodable(str(one))]:
@@ -170,7 +169,8 @@ def _parse(
 
 
 def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, GroupConfig]:
-    """Return groups; a mere receiver gets ``on_failure`` "replica" unless it is set."""
+    """Return the groups; set ``on_failure`` to "replica" where ``mapping`` (the file's
+    content) does not set it and the group is only a target of channels."""
     sending = {party.group for one in config.channels.values() for party in (*one.sources, *one.peers)}
     receiving = {party.group for one in config.channels.values() for party in one.targets} - sending
     return {
@@ -185,13 +185,13 @@ def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, Gr
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
-    """Make the table ``run``; its state folder defaults to one beside the file."""
+    """Make ``run`` of ``fields`` (values by name), with a default state folder."""
     fields.setdefault("state_dir", default_state_dir(place, fields["name"]))
     return RunConfig(**fields)
 
 
 def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
-    """Make the table ``control``; add problems of paths and TLS to ``place``."""
+    """Make ``control`` of ``fields`` (values by name); add problems to ``place``."""
     if "listen" in fields:
         fields["host"], fields["port"] = fields.pop("listen")
     control = ControlConfig(**fields)
@@ -211,7 +211,7 @@ def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
 
 
 def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
-    """Make a table ``restart``; add a problem to ``place`` if delays contradict."""
+    """Make ``restart`` of ``fields`` (values by name); add a problem of its delays."""
     restart = RestartConfig(**fields)
     if restart.initial_delay_s > restart.max_delay_s:
         place.at("initial_delay").problem(
@@ -221,7 +221,7 @@ def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
 
 
 def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
-    """Make a group; add problems of variables, command and folder to ``place``."""
+    """Make a group of ``fields`` (values by name); add problems to ``place``."""
     for variable, value in fields.get("env", {}).items():
         if _is_reserved(variable):
             place.at("env", variable).problem("is set for each rank by the supervisor; remove it")
@@ -254,7 +254,8 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
 
 
 def _check_external(place: Place, group: GroupConfig, fields: Mapping[str, Any]) -> None:
-    """Add a problem to ``place`` for each field without effect on an external group."""
+    """Add a problem to ``place`` for each key without effect on an external group:
+    those of ``fields`` (the keys that are set), and of its table ``health``."""
     health = [
         ("health", name)
         for name in HealthConfig.__struct_fields__
@@ -311,7 +312,7 @@ def _check_command(place: Place, group: GroupConfig) -> None:
 
 
 def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
-    """Make a channel of its fields; add problems of roles, options to ``place``."""
+    """Make a channel of ``fields`` (values by name); add problems to ``place``."""
     ranks = fields.pop("ranks", None)
     for role, default, allowed in (
         ("sources", "leader", ("leader", "all")),
@@ -327,11 +328,8 @@ def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
 
 
 def _parties(place: Place, value: object, default: Any, allowed: tuple[str, ...]) -> tuple[ChannelRole, ...]:
-    """Read the groups of one role of a channel; add the problems of unreadable ones.
-
-    :param default: ``ranks`` of a group that names none. :param allowed: values of
-        ``ranks``.
-    """
+    """Return the groups of one role of a channel; add their problems to ``place``.
+    ``default``: ranks of a group without any; ``allowed``: values of ``ranks``."""
     if not isinstance(value, list | tuple):
         place.problem(f"expected a list of group names, got {show(value)}")
         return ()
@@ -366,7 +364,8 @@ _BUILDS: config_tables.Builds = {
 
 
 def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> None:
-    """Add problems across tables to ``place``: unknown groups, cycles, GPUs, ports."""
+    """Add problems across tables to ``place``: unknown groups, cycles, GPUs, ports.
+    ``mapping``: the file's content, which also names the groups that have problems."""
     groups = config.groups.values()
     known = [str(group) for group in mapping["groups"]]  # including those with problems
     if not known:
@@ -437,7 +436,8 @@ def _check_cycles(place: Place, config: Config) -> None:
     done: set[str] = set()
 
     def visit(group: str, path: tuple[str, ...]) -> None:
-        """Follow ``group``, to which ``path`` led; a circle becomes a problem."""
+        """Visit ``group`` and all groups that it waits for; add a problem for a circle.
+        ``path``: the groups, each waiting for the next, that led to ``group``."""
         if group in path:
             circle = " -> ".join((*path[path.index(group) :], group))
             place.at("groups", path[-1], "depends_on").problem(f"groups wait for each other in a circle: {circle}")

@@ -130,7 +130,7 @@ def _value(place: Place, value: object, kind: Any, builds: Builds) -> Any:
     """Read a value, and return it, or UNSET after adding a problem to ``place``.
 
     :param kind: its form; a struct, for a table; or [struct], for a table of tables.
-    :param builds: as for :func:`read`.
+    :param builds: by struct, the function ``build(place, fields)`` that makes it.
     """
     if isinstance(kind, Form):
         return kind.read(place, value)
@@ -140,9 +140,9 @@ def _value(place: Place, value: object, kind: Any, builds: Builds) -> Any:
 def each(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds) -> Any:
     """Read a table of tables of one ``kind``; return a dict of structs by name.
 
-    Unreadable ones are left out. Adds problems to ``place``.
+    Tables that cannot be read are left out of the dict. Add problems to ``place``.
 
-    :param builds: as for :func:`read`.
+    :param builds: by struct, the function ``build(place, fields)`` that makes it.
     :returns: UNSET if ``value`` is not a table, or has too many tables.
     """
     if not isinstance(value, Mapping):
@@ -179,7 +179,8 @@ def in_order_of(
     order: dict[tuple[str, ...], int] = {}
 
     def visit(path: tuple[str, ...], value: object) -> None:
-        """Number the path of the value, then those of the values in it."""
+        """Enter the path of ``value`` into ``order``, with the next number; if
+        ``value`` is a table, go on with its keys, in their order."""
         order[path] = len(order)
         for key, item in value.items() if isinstance(value, Mapping) else ():
             visit((*path, str(key)), item)

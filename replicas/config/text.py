@@ -121,8 +121,11 @@ def decode(text: str) -> dict[str, Any]:
 
 
 def _located(text: str, reason: str) -> str:
-    """Return ``line N (key): reason`` for the first line of a TOML text with which the
-    text cannot be read for this reason."""
+    """Return ``line N (key): reason``, to name the line that makes a TOML text
+    unusable: the text up to that line already fails (see :func:`fails`).
+
+    :param reason: why the whole text is refused; only put into the result.
+    """
 
     def fails(some: str) -> bool:
         """Return True if the TOML text ``some`` nests too deep or has an impossible

@@ -321,10 +321,11 @@ def in_units(text: object, units: Mapping[str, float]) -> float | None:
 
 
 def duration(least: float = 0.0, *, zero: bool = False) -> Form:
-    """Return a form (the reader of a value) of durations: ``"500ms"``, ``"30s"``,
-    ``"1d"``, or seconds.
+    """Return a form (the reader of a value) of durations, such as ``"500ms"``,
+    ``"30s"`` or a number of seconds. It accepts 0 only with ``zero``, and reads them as
+    seconds.
 
-    It is read to seconds, at least ``least`` and above 0; 0 only with ``zero``.
+    :param least: the smallest accepted number of seconds.
     """
 
     def read(place: Place, value: object) -> Any:
@@ -367,7 +368,8 @@ def size(least: int = 1) -> Form:
 
 
 def no_text(path: Path) -> str:
-    """Return the text for a path that is not UTF-8, as JSON messages must be."""
+    """Return the text of the problem that the path is not UTF-8; it asks to rename
+    it."""
     return f"the name of {visible(str(path))} is not UTF-8 text; rename it"
 
 
@@ -440,5 +442,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _every_address(place: Place, found: object) -> Any:
-    """Add the problem that ``found`` means all addresses of a machine; return UNSET."""
+    """Add the problem to ``place`` that the address ``found`` (such as ``0.0.0.0``)
+    means all addresses of a machine; return UNSET."""
     return place.problem(f"{found} means every address of this machine; other machines need a certain one: {NAME_ONE}")

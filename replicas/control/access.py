@@ -121,7 +121,8 @@ class Lasting(StreamingResponse):
     def __init__(self, parts: AsyncIterator[bytes], held: Right, **options: Any) -> None:
         """Prepare to stream ``parts``, for as long as the access lasts; send nothing.
 
-        :param held: ``held(end)`` is a context manager that calls ``end`` when it ends.
+        :param held: ``held(end)`` is a context manager, entered for the time of the
+            stream; it calls ``end`` when the reader's access ends.
         :param options: further arguments of Starlette's ``StreamingResponse``.
         """
         super().__init__(parts, **options)
@@ -135,8 +136,8 @@ class Lasting(StreamingResponse):
 
 
 def without_output(text: str) -> str:
-    """Return the text without the last words of a program, which follow its exit code
-    in it and may have secrets."""
+    """Return a text, such as a reason or an error, cut behind the exit code of a
+    program: the last output of the program, which follows there, may have secrets."""
     return _OUTPUT.sub(r"\1", text)
 
 
@@ -167,8 +168,11 @@ class Cached:
         self._until = 0.0
 
     def body(self) -> bytes:
-        """Return the page as JSON bytes; if they are too old (half a second at most),
-        call ``make`` and encode its result first, on this thread."""
+        """Return the page as JSON bytes.
+
+        If the cached page is too old, call ``make`` first, and encode its result, on
+        this thread. A page is kept for half a second, or less if it was made quickly.
+        """
         began = time.monotonic()
         if began >= self._until:
             self._body = msgspec.json.encode(self._make(), enc_hook=str)

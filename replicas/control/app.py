@@ -112,8 +112,8 @@ def control_routes(source: ControlledRun, *, access: Access = everyone) -> list[
     for_strangers = Cached(lambda: public(hiding_store(source.status())))
 
     async def status(request: Request) -> Response:
-        """Answer with the whole status; without access, with a cached one without
-        outputs."""
+        """Answer with the run's status: the present one with all texts if the request
+        has access, else a cached one without the output of programs."""
         why = access(request.headers)
         return json_bytes(for_strangers.body(), 200, **_refused(why)) if why else json_response(source.status())
 
@@ -281,9 +281,9 @@ async def _events(source: ControlledRun, after: int | None, until: int | None, *
     """Yield server-sent events until the run is over, and an empty one after 5 s of
     silence; close the run's stream at the end.
 
-    :param after: number of the event before the first; None: of the newest.
-    :param until: number of the last event; None: also those to come.
-    :param whole: whether the reader may see outputs of programs.
+    :param after: yield events with greater numbers; None: only events to come.
+    :param until: number of the last event to yield; None: until the run is over.
+    :param whole: whether the reader may see the output of programs in events.
     """
     if until is not None and until <= (after if after is not None else until):
         return
@@ -342,7 +342,8 @@ async def _logs(reader: LogReader, lines: list[LogLine], *, follow: bool, as_jso
 def _encode(lines: list[LogLine], *, as_json: bool, many: bool) -> bytes:
     """Return the lines as bytes, in JSON or plain text.
 
-    :param many: begin each plain text with its rank.
+    :param many: the lines are of several ranks: begin each line of plain text with the
+        name of its rank.
     """
     if as_json:
         return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)

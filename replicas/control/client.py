@@ -181,7 +181,8 @@ class Client:
         needs the token and may have it, else no header.
 
         At a Unix socket the kernel identifies the caller, so no token is needed. If the
-        peer may not have the token, ``_withheld`` becomes the error for an order.
+        peer may not have the token, the reason is stored in ``_withheld``: an order
+        then raises that error before it is sent.
 
         :raises Disconnected: the peer is another user's process, not the supervisor.
         """

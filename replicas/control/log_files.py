@@ -136,8 +136,8 @@ class _Stream:
         self._at_end = False
 
     def choose_start(self, selection: Selection, *, fresh: bool) -> None:
-        """Open the log at the first selected line; at its start if it is ``fresh``: it
-        has appeared since the first poll."""
+        """Open the log at the first selected line. A ``fresh`` log, which has appeared
+        since the reader's first poll, is opened at its start."""
         parts, offset = _parts(self.path), 0
         if not fresh and selection.since is not None:
             found = [(part, at) for part in parts if (at := offset_since(part, selection.since)) is not None]
@@ -256,7 +256,7 @@ def _last_lines(parts: list[Path], lines: int, least: int) -> tuple[list[Path], 
     the first such line in the first part.
 
     :param parts: the oldest first.
-    :param least: minimum of the offset in ``parts[0]``.
+    :param least: offset in ``parts[0]`` before which no line is taken.
     """
     if lines == 0:
         return parts[-1:], _size(parts[-1])
@@ -384,8 +384,8 @@ class LogFollower:
                             yield path, f"{group.name}/{replica.name}", generation, int(rank[1])
 
     def _generations(self, replica: Path) -> list[int]:
-        """Return the selected generations that have a folder in that of a replica: the
-        one that was asked for, or the newest at the first call and all since."""
+        """Return the generations to read in a replica's folder: the one that was asked
+        for or, if none was, the newest at the first poll and all that follow it."""
         found = _generations(replica)
         if self._selection.generation is not None:
             return [number for number in found if number == self._selection.generation]

@@ -67,7 +67,8 @@ def json_bytes(body: bytes, code: int = 200, **headers: str) -> Response:
 def refusal(message: str, code: int, *, hint: str = "", **headers: str) -> Response:
     """Return a response that refuses a request: an :class:`Answer` with a UsageError.
 
-    :param code: the HTTP status. :param headers: further ones.
+    :param message: text of the error. :param code: the HTTP status.
+    :param hint: what the caller can do. :param headers: further headers.
     """
     problem = Problem(kind="UsageError", message=message, hint=hint)
     return json_response(Answer(done=False, error=problem), code, **headers)
@@ -80,8 +81,9 @@ def unauthorized(why: str) -> Response:
 
 
 def order_routes(source: object, access: Access, run: Callable[[], str]) -> list[Route]:
-    """Return a POST route for each order. A route reads the order, starts a task that
-    carries it out, and answers when that is done or as the caller asks.
+    """Return a POST route for each order. A route reads the order, and starts a task
+    that carries it out. It answers when the task is done or, with ``?wait=0`` and to a
+    drain of the whole run, after 0.25 s at most. The task goes on without its caller.
 
     :param source: carries out orders by its methods (:data:`ORDERS`).
     :param access: returns why a request may not give orders, or None.
@@ -104,7 +106,8 @@ def order_routes(source: object, access: Access, run: Callable[[], str]) -> list
         """Return the route of one order, whose body is of the type ``kind``."""
 
         async def endpoint(request: Request) -> Response:
-            """Read the order, start its task, and answer."""
+            """Read the order, start a task that carries it out, and answer when it is
+            done, or (``?wait=0``) shortly after it has begun."""
             order = await _order(request, path, kind, access, run)
             if isinstance(order, Response):
                 return order
@@ -142,9 +145,9 @@ async def _order(
 ) -> Order | Response:
     """Read the order in a request; return the response if the request is refused.
 
-    :param path: of the route, for messages. :param access: returns why the request's
-        token does not permit this, or an empty text. :param run: returns the name of
-        this run; a request for another run is refused.
+    :param path: of the route, for messages. :param kind: type of the order.
+    :param access: returns why the request's token does not permit this, or None.
+    :param run: returns the name of this run; a request for another run is refused.
     """
     if why := access(request.headers):
         return unauthorized(why)
@@ -165,7 +168,8 @@ def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
     """Return the problem of a request whose header names another run than this, or None
     if it names this one or none.
 
-    :param run: returns this run's name, or raises while it starts.
+    :param run: returns this run's name. A ReplicasError that it raises, as while the
+        run starts, is the problem that is returned.
     """
     meant = request.headers.get(RUN_HEADER)
     try:

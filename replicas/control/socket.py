@@ -87,7 +87,8 @@ class ControlSocket:
 
     def _turns_away(self, transport: asyncio.Transport) -> bytes:
         """Return the HTTP response with which another user's process is refused, and
-        count it; return b"" for a process of our user or root, which is served."""
+        report it to ``refused``. Return b"" for a process of our user or of root, which
+        is served."""
         if peer_uid(transport.get_extra_info("socket")) in (os.geteuid(), 0):
             return b""
         self._refused("peer")

@@ -97,9 +97,9 @@ class Acceptor:
         """Begin to accept connections of ``listener`` on the running loop.
 
         :param rules: of the port: tokens, counts of refusals, answers to probes.
-        :param admit: called on the loop with each accepted socket when its turn has
-            come, its source, and the loop time by which its request must be complete;
-            owns the socket.
+        :param admit: called on the loop when the turn of a connection has come, with
+            its socket (which it then owns), its source (a key of its address), and the
+            loop time by which its request must be complete.
         :param tls: the port speaks TLS.
         """
         self._rules = rules
@@ -122,7 +122,7 @@ class Acceptor:
 
     @property
     def waiting(self) -> int:
-        """Number of accepted connections that still wait in the *lobby*."""
+        """Number of accepted connections that are not yet passed on or closed."""
         return len(self._lobby)
 
     def close(self) -> None:
@@ -183,16 +183,17 @@ class Acceptor:
     def _wait(self, one: _Waiting) -> None:
         """Add a connection to the lobby, and watch it for more bytes or its end.
 
-        The loop then calls :meth:`_on_readable`.
+        The loop then calls :meth:`_on_readable`. The lobby has the connections that are
+        neither passed on nor closed yet.
         """
         self._keep(one)
         self._by_fd[one.sock.fileno()] = one
         self._poll.register(one.sock.fileno(), _WATCHED)
 
     def _keep(self, one: _Waiting) -> None:
-        """Add a connection to the lobby; close an older one if there are too many.
+        """Add a connection to the lobby, unwatched; close an older one if it is full.
 
-        Also have :meth:`_sweep` called soon.
+        Also have :meth:`_sweep` called soon, which closes those whose deadline is over.
         """
         if (gone := self._lobby.add(one, one.source)) is not None:
             self._refuse(gone, "too_many")
@@ -228,9 +229,9 @@ class Acceptor:
     def _handle_arrived(self, one: _Waiting, *, ended: bool) -> bool:
         """Decide on a connection by the bytes that have arrived, which stay unread.
 
-        It is answered and closed (a probe, a mistake), passed on (with the run's
-        token), queued for its turn (a stranger, TLS) or dropped. Return True if so,
-        False if more bytes are needed.
+        It is answered and closed (``GET /livez``, or plain HTTP on a TLS port), passed
+        on (with a valid token), queued for its turn (without a token, or a TLS
+        handshake) or closed. Return True if so, False if more bytes are needed.
 
         :param one: the connection. :param ended: the peer has closed it, or its sending
             side.

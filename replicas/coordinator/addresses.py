@@ -28,9 +28,9 @@ _SITE = 8
 
 
 def source_of(host: str) -> bytes:
-    """Return the key by which connections from address ``host`` are counted together.
+    """Return the key by which connections from the IP address ``host`` are counted.
 
-    All of loopback is one source, and so is each /64 of IPv6.
+    Addresses with one key share limits: all of loopback, and each /64 of IPv6.
     """
     if ":" not in host:
         return LOOPBACK if host.startswith("127.") else host.encode()

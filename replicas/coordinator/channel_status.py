@@ -23,7 +23,7 @@ def _info_nbytes(info: Mapping[str, str]) -> int:
 
 
 def _under_way(channel: ChannelState, publish: Publish, now: float) -> PublishStatus:
-    """Return the status of an open publish, with the members that it waits for.
+    """Return the status of a publish without a verdict, with members it waits for.
 
     :param now: loop time, for the seconds since its begin and until its deadline.
     """

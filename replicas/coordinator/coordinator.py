@@ -68,8 +68,8 @@ class Coordinator:
     :param channels: by name, a :class:`~replicas.config.structs.ChannelConfig` or a
         mapping with the keys of the config file.
     :param groups: number of replicas of each group (or its :class:`GroupShape`):
-        operations between peers wait until that many have joined once. Default: one
-        replica of one rank.
+        operations between peers wait until that many have joined once (default: 1).
+    :param run: name of the run; a member that gives another name is refused.
     :param host: address of the control port: sessions of members, and HTTP pages.
     :param port: number of the control port; 0 lets the kernel choose.
     :param any_port: let it choose, too, where ``port`` is in use.
@@ -232,9 +232,9 @@ class Coordinator:
         self._decisions.close(remove=error is None and not self.keep_decisions)
 
     def start(self) -> Self:
-        """Run it as :meth:`in_thread` does, until :meth:`close` or this process's end.
+        """Run it in a thread, like :meth:`in_thread`, until :meth:`close` or exit.
 
-        :raises errors.WorldError: as in ``async with``.
+        :raises errors.WorldError: a port is in use, or the store did not start.
         :raises errors.UsageError: it was started before.
         """
         return self.in_thread().__enter__()
@@ -260,7 +260,7 @@ class Coordinator:
         :meth:`start` and :meth:`close` do the same without a block. :attr:`endpoint`
         and :attr:`token` may be read on any thread; all else of it belongs to its own.
 
-        :raises errors.WorldError: as in ``async with``.
+        :raises errors.WorldError: a port is in use, or the store did not start.
         :raises errors.UsageError: it is in a thread already.
         """
         if self._thread is not None:
@@ -312,9 +312,9 @@ class Coordinator:
         self.engine.subscribe(callback)
 
     def readiness(self, group: str, replica: int, generation: int, *, external: bool = False) -> Readiness:
-        """Return whether this generation has joined and loaded the newest, or why not.
+        """Return whether this generation has joined and loaded, or what is missing.
 
-        :param external: others start it, and it numbers its generations as it likes.
+        :param external: another launcher starts it; members of all generations count.
         """
         world = self._shapes.get(group, GroupShape()).world_size
         now = asyncio.get_running_loop().time()
@@ -322,8 +322,8 @@ class Coordinator:
         return self._book.of(channels, group, replica, generation, world, now, external=external)
 
     def expect(self, members: Mapping[str, Collection[Member]], told: Tally | None = None) -> None:
-        """Name the members that recovery waits for, by channel. ``told``: counts of the
-        events of the run so far."""
+        """Set the members, by channel, for which recovery waits. ``told`` counts the
+        run's events so far: it has the commits that were reported already."""
         for name, channel in self.engine.channels.items():
             channel.recovery.expect(members.get(name, ()), (told or Tally()).commits.get(name, ()))
 
@@ -333,7 +333,7 @@ class Coordinator:
         return any(channel.recovery.active for channel in self.engine.channels.values())
 
     def joined(self, group: str) -> dict[int, frozenset[str]]:
-        """Return ids (incarnations) of the processes that joined, by replica index."""
+        """Return the present members' ids (incarnations) by index of their replica."""
         found: dict[int, set[str]] = {}
         for channel in self.engine.channels.values():
             for replica, incarnations in channel.roster.joined(group).items():
@@ -341,18 +341,17 @@ class Coordinator:
         return {replica: frozenset(incarnations) for replica, incarnations in sorted(found.items())}
 
     def forget(self, group: str, replica: int) -> None:
-        """Take later joins of this replica as a new start: members that have left are
-        expected again, and a drain is over. For replicas that the supervisor does not
-        start."""
+        """Prepare for a new start of an external replica: wait again for the members
+        that have left, and end its drain."""
         self.engine.change_all(lambda channel, now: channel.start_new_life(group, replica, now))
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
-        """Lose the members of this and earlier generations, ended for ``reason``."""
+        """Remove the members of this and earlier generations, which have ended."""
         self.engine.change_all(lambda channel, now: channel.end_replica(group, replica, generation, reason, now))
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
         """Drain this generation (one start of a replica): new versions do not wait for
-        it, and its syncs in progress may finish (:meth:`busy`)."""
+        it. Syncs in progress may finish; until then :meth:`busy` names them."""
         self.engine.change_all(lambda channel, now: channel.set_draining(group, replica, generation, now))
 
     def busy(self, group: str, replica: int) -> str:
@@ -365,7 +364,7 @@ class Coordinator:
         return channel_waits(self.engine.channels.values(), asyncio.get_running_loop().time())
 
     def progress(self, group: str, replica: int) -> tuple[int, ...]:
-        """Return the newest step, version and operation of each channel in a row."""
+        """Return three numbers a channel: its newest step, version and operation."""
         return tuple(mark for channel in self.engine.channels.values() for mark in channel.marks.of(group, replica))
 
     def set_group(self, group: str, shape: GroupShape) -> None:
@@ -399,7 +398,8 @@ class Coordinator:
 
 
 def _port_key(host: str, tls: object, certificate: object, key: object, home: Path | None) -> PortKey | None:
-    """Return the TLS key that Coordinator's arguments name or make; None for no TLS."""
+    """Return the TLS key that Coordinator's arguments name or make; None for no TLS.
+    ``home`` is the state folder, in which a key that is made is kept."""
     if tls not in ("auto", "on", "off"):
         raise errors.UsageError(f'tls must be "auto", "on" or "off", not {shown(tls)}')
     if tls == "off" or (tls == "auto" and certificate is None and is_loopback(host)):

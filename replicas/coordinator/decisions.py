@@ -120,11 +120,14 @@ class DecisionLog:
             ) from exc
 
     def _note(self, decision: Decision) -> None:
-        """Apply a decision that is on disk to the ledger of its channel, in memory."""
+        """Apply a decision to the ledger (the versions and labels of its channel).
+
+        The ledger is in memory; the decision must be on disk already.
+        """
         self._ledgers.setdefault(decision.channel, Ledger()).apply(decision)
 
     def past(self, channel: str, epoch: int = 0) -> Past:
-        """Return a copy of a channel's ledger, with ``epoch``, for a recovery.
+        """Return a copy of a channel's ledger (versions, labels), for its recovery.
 
         :param epoch: the last epoch in use under an earlier coordinator; returned as
             given.

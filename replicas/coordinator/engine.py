@@ -171,7 +171,7 @@ class Engine:
     def _attach(
         self, session: MemberSession, connection: MemberConnection, received: int, welcome: wire.Welcome
     ) -> None:
-        """Use ``connection``: send ``welcome``, then messages after ``received``."""
+        """Send on ``connection`` now: ``welcome``, then messages after ``received``."""
         session.attach(connection, received, welcome)
         connection.on_bytes = lambda: self._heard(session)
 
@@ -209,7 +209,7 @@ class Engine:
             session.close()
 
     def _exited(self, session: MemberSession) -> None:
-        """Lose an ended process's member, 0.25 s later if messages may still come."""
+        """Remove the member of an ended process, 0.25 s later if messages may come."""
         if session.watch is not None:
             session.watch.close()
             session.watch = None
@@ -255,8 +255,7 @@ class Engine:
 
     def receive(self, session: MemberSession, frame: wire.MemberFrame) -> bool:
         """Handle a member's message, and renew its lease. Return False if the caller
-        must cut the connection: a message before it is missing, or there is no
-        session."""
+        must cut the connection: there is no session, or a message before is missing."""
         member, channel = session.member, self._channel(session.member)
         if channel is None:
             return False
@@ -401,15 +400,15 @@ class Engine:
 
     def _end_silence(self, now: float) -> None:
         """Record that a member is heard at loop time ``now``. If none was for seconds
-        before, extend the leases of remote members, which may need time to
-        reconnect."""
+        before, extend leases of remote members, which may have to reconnect."""
         grace_s = self._silence.end_silence(now)
         if grace_s:
             log.warning("extending heartbeat timeouts by %.1f s, after a time in which no member was heard", grace_s)
             self._extend_leases(0.0, now, grace_s)
 
     def _extend_leases(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:
-        """Add ``silence_s`` and ``grace_s`` to leases of connected remote members."""
+        """Extend leases of connected remote members by ``silence_s``, in which none was
+        heard; those that were not suspect before get ``grace_s``, too."""
         for channel in self.channels.values():
             channel.roster.extend_leases(self._remote_members, silence_s, now, grace_s=grace_s)
 
@@ -425,7 +424,8 @@ class Engine:
         return asyncio.get_running_loop().time()
 
     async def tick_forever(self) -> None:
-        """Check leases and deadlines ten times a second, later after a pause."""
+        """Check leases and deadlines ten times a second. If this process was suspended,
+        extend the leases by that time first, and check them a bit later."""
         clock = PauseClock(self._now() + TICK_S)
         while True:
             await asyncio.sleep(max(0.0, clock.due - self._now()))

@@ -127,9 +127,10 @@ class BoundedConnections(Generic[One]):
     def add(self, one: One, source: bytes) -> One | None:
         """Add a connection; return an older one that had to be removed for it, or None.
 
-        The caller must close that one.
+        The caller must close the removed connection.
 
-        :param source: key of where it comes from; one source may have half of the set.
+        :param source: key of where it comes from; connections with the same source may
+            have half of the set.
         """
         alike = self._by_source.get(source, {})
         gone = None

@@ -151,8 +151,9 @@ class PortConnection(asyncio.Protocol):
     def __init__(self, port: Port, source: bytes, until: float) -> None:
         """Begin without a transport; asyncio calls :meth:`connection_made`.
 
-        :param source: its source, for limits. :param until: loop time by which its head
-            must be complete.
+        :param port: the server to which the connection belongs.
+        :param source: key of the peer's address, by which connections are limited.
+        :param until: loop time by which its head must be complete.
         """
         self._port = port
         self.rules = port.rules
@@ -184,7 +185,8 @@ class PortConnection(asyncio.Protocol):
     def add_to_limited(self, crowd: BoundedConnections[PortConnection]) -> None:
         """Add this connection to a set of limited size.
 
-        Abort one that must leave for it.
+        If the set is full, an older connection is removed from it, counted as refused,
+        and aborted.
 
         :param crowd: the set.
         """
@@ -299,14 +301,16 @@ class PortConnection(asyncio.Protocol):
         self._start_timer(STALL_TIMEOUT_S)
 
     def charge_answer(self) -> None:
-        """Charge the time from its turn until now to the account of all strangers."""
+        """Charge the time since its admission to the account of all strangers."""
         self.rules.pace.charge(time.perf_counter() - self._began, self._loop.time())
 
     def finish(self, kind: str) -> None:
-        """Limit the time in which the peer must read the end of a response to 5 s.
+        """End the work for a request, after its ASGI application has returned.
 
-        :param kind: type of the ASGI scope; for ``websocket``, which is served
-            elsewhere now, only leave the port's sets.
+        If the connection closes now, the peer must read the rest of the response within
+        5 s. A WebSocket has another protocol by now, and only leaves the port's sets.
+
+        :param kind: type of the request's ASGI scope: ``http`` or ``websocket``.
         """
         if kind == "websocket":  # a route of the caller, whose protocol has the transport now
             self.remove_from_port()

@@ -143,11 +143,11 @@ class ReadinessBook:
         )
 
     def _behind(self, channel: ChannelState, group: str, replica: int, generation: int) -> list[str]:
-        """Return why its loaded version keeps a target from being ready: 0 or 1 texts.
+        """Return why the version that a target has loaded keeps it from being ready.
 
-        If nothing is in the way, this generation is remembered as having been ready;
-        then a newer version that it has not loaded no longer makes it unready. After a
-        partial load it is forgotten.
+        The list has one text, or none if nothing is in the way. Then this generation is
+        remembered as having been ready, and stays ready when newer versions come that
+        it has not loaded. After a partial load it is forgotten.
         """
         key = (channel.config.name, group, replica)
         told, round_ = channel.told, channel.load_rounds.of(group, replica)

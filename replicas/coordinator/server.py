@@ -205,8 +205,8 @@ async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, ov
     A member that sends too much is read more slowly.
 
     :param over: set when the session has left the connection; this then returns.
-    :raises _Refusal: the caller must close it. The refusal is counted, and the session
-        of a final one has ended.
+    :raises _Refusal: a message was bad; the caller must close the connection. The
+        refusal is counted already and, if it is final, the member is lost.
     """
     loop = asyncio.get_running_loop()
     pace = websocket.pace
@@ -349,8 +349,8 @@ class Server:
     def _admit(self, sock: socket.socket, source: bytes, until: float) -> None:
         """Start a task that serves a connection which the acceptor passes on.
 
-        :param source: key of where it comes from. :param until: loop time by which its
-            request head must be complete.
+        :param source: key of the peer's address, by which connections are limited.
+        :param until: loop time by which its request head must be complete.
         """
         visit = PortConnection(self, source, until)
         visit.opening = self._spawn(self._connect(sock, visit))

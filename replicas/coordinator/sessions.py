@@ -108,8 +108,8 @@ class MemberSession:
     def attach(self, connection: MemberConnection, acknowledged: int, first: FromCoordinator) -> None:
         """Send over ``connection`` from now on.
 
-        The former one is not closed here: :attr:`over` is set, so its server's task
-        ends it.
+        The former connection is not closed here: :attr:`over` is set, at which the task
+        that serves it closes it.
 
         :param acknowledged: number of the last message that the member has received.
         :param first: sent before the messages above that number.
@@ -193,8 +193,8 @@ class MemberSession:
     def _next_frames(self) -> list[bytes]:
         """Remove messages from the queue, about 256 KiB at most; return them as frames.
 
-        A due acknowledgement is in each frame; if no message is queued, it gets its
-        own.
+        Each frame also acknowledges the member's messages. If no message is queued, but
+        an acknowledgement is due, return a frame with only that.
         """
         frames: list[bytes] = []
         nbytes = 0

@@ -101,7 +101,10 @@ def check_reach(bind: str) -> None:
 
 
 def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
-    """Delete all keys of the store under these prefixes, and :data:`STRAY_KEYS`."""
+    """Delete all keys of the store under these prefixes.
+
+    Also delete :data:`STRAY_KEYS`, which NCCL process groups write without a prefix.
+    """
     roots = tuple(f"{prefix}/" for prefix in prefixes)
     for key in store.list_keys():
         if key.startswith(roots) or key in STRAY_KEYS:

@@ -203,8 +203,8 @@ class WebSocket(asyncio.BufferedProtocol):
     def feed_bytes(self, data: bytes) -> None:
         """Parse received bytes: queue whole messages for :meth:`receive`, answer pings.
 
-        The time is charged to :attr:`pace`, which may pause reading. Too many fragments
-        abort the connection.
+        The time is charged to :attr:`pace`, the connection's account of loop time,
+        which may pause reading. Too many fragments abort the connection.
         """
         began = time.perf_counter()
         self._conn.receive_data(data)
@@ -226,9 +226,9 @@ class WebSocket(asyncio.BufferedProtocol):
         self._regulate()
 
     def _rested(self) -> None:
-        """Resume reading after a pause for which :attr:`pace` has asked.
+        """Resume reading, as the connection has paused long enough; a timer calls it.
 
-        A timer's function.
+        It was paused because handling its bytes took more than its share of loop time.
         """
         self._resting = None
         self._regulate()
@@ -236,7 +236,8 @@ class WebSocket(asyncio.BufferedProtocol):
     def _regulate(self) -> None:
         """Pause or resume reading from the transport.
 
-        Reading pauses while many messages are unhandled, or the account is overdrawn.
+        Reading pauses while many messages are unhandled, or the connection has used
+        more than its share of loop time.
         """
         paused = self._inbox.full or self._resting is not None
         if paused is not self._paused and not self._transport.is_closing():

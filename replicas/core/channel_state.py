@@ -71,12 +71,15 @@ class ChannelState:
     ) -> None:
         """Start without members, with the decisions of earlier coordinators (``past``).
 
+        :param groups: expected replicas, ranks and lease of each group, by its name.
+        :param run: name of the run, for keys in the store.
         :param term: number of this coordinator's life.
         :param store: returns the address of the store of process groups.
         :param secret: the coordinator's secret, from which those of lanes derive.
         :param here: boot id and beacon of this process, if it can hold the memory of
             members.
-        :param carry_port: the first port at which a carrier may listen; 0: any.
+        :param carry_port: the first port at which a carrier (a member's process that
+            serves versions to other hosts) may listen; 0: any.
         :param wall_offset_s: the time since 1970, less ``now``.
         """
         past = past or Past()
@@ -123,11 +126,11 @@ class ChannelState:
         return effects
 
     def join(self, hello: wire.Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
-        """Add the member that a Hello describes, and take the steps that it allows.
+        """Add the member that a Hello describes; go on with what waited for it.
 
-        Return its state, and that of the earlier incarnation of the same rank, or None.
-        That one is lost, and so are members of older generations and silent targets of
-        the same server. The new member is not live until the channel's work allows it.
+        Return its state, and the state of the earlier process of the same rank, or
+        None. That process is removed as lost, as are members of older generations and
+        silent targets of the same server. The new member becomes live later.
 
         :param address: IP address of the member, as the coordinator sees it.
         :raises errors.ReplicasError: the Hello is refused; nothing has changed.
@@ -161,7 +164,9 @@ class ChannelState:
         return state, older
 
     def welcome(self, state: MemberState, received: int) -> wire.Welcome:
-        """Return a member's Welcome, for the caller to send.
+        """Return the Welcome (the answer to a member's Hello), for the caller to send.
+
+        Note that the member is told the present heartbeat interval in it.
 
         :param received: number of the last message that came from the member.
         """
@@ -177,7 +182,7 @@ class ChannelState:
         )
 
     def lose(self, member: Member, reason: str, now: float) -> None:
-        """Remove a lost member, start a new epoch, and continue its work without it.
+        """Remove a lost member; the others go on without it, in a new epoch.
 
         Do nothing if the member is unknown.
 
@@ -256,7 +261,7 @@ class ChannelState:
         self._advance_all(now)
 
     def store_moved(self, now: float) -> None:
-        """Form process groups again that were forming over the previous store."""
+        """Form process groups over the new store that were forming over the old one."""
         self.operations.store_moved(now)
         self._advance_all(now)
 
@@ -332,10 +337,9 @@ class ChannelState:
         self.views.send_views_if_due(now)  # last: only the newest of several epochs is sent
 
     def _admit(self, now: float) -> None:
-        """Make members that have joined or caught up live, in a new epoch.
+        """Admit members that have joined or caught up, in a new epoch.
 
-        Not while a publish moves or a collective is under way, whose members must not
-        change.
+        Do nothing while a version is transferred or a collective runs.
         """
         if self.commits.main is not None or self.operations.running_collective:  # members of these must not change
             return

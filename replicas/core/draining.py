@@ -57,8 +57,8 @@ class Drains:
             state.draining = False
 
     def joined(self, state: MemberState) -> None:
-        """Mark a rank that joins as draining if its generation is being ended
-        already."""
+        """Mark a rank that joins as draining if a drain of its generation has begun;
+        otherwise as not draining."""
         member = state.member
         state.draining = state.hello.generation <= self._ending.get((member.group, member.replica), -1)
 

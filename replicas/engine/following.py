@@ -74,7 +74,8 @@ def follow(
     :param channel: name of the channel.
     :param mode: requests in flight during a load are kept (frozen, and continued with
         the new weights), waited for, or aborted.
-    :param every: load every n-th version at most; 1: each, unless a newer one is there.
+    :param every: least difference between the numbers of a loaded version and of the
+        next one. Of several that satisfy it, only the newest is loaded. Default: 1.
     :param min_serving: the least share of the time in which the server computes, from 0
         to below 1; default 0.5: after a load it serves for as long as that took, and
         then loads the newest version.
@@ -191,8 +192,8 @@ class Follower:
         ``stop`` is set.
 
         :param identity: further arguments of :func:`replicas.join`, also for the
-            workers.
-        :raises replicas.errors.SyncError: as :func:`follow`.
+            server's own workers.
+        :raises replicas.errors.SyncError: the server is gone, or a load failed twice.
         """
         engine = self._engine
         world_size, info = engine.workers + 1, {"url": engine.url} if engine.url else {}
@@ -261,15 +262,13 @@ class Follower:
         return not misfit
 
     def _wait_for_lockstep(self, update: Update) -> bool:
-        """Report that this target can load the version.
+        """Report that this target can load the version, and wait for the decision.
 
-        Wait until all targets are to load it.
+        The coordinator decides, within the channel's deadline. On a channel without
+        ``adopt_together`` there is no wait.
 
-        There is no deadline here: the coordinator decides within the channel's.
-
-        :returns: True if it is to be loaded now, without a wait if the channel does not
-            load together. False if no target loads it (the engine then drops it), or if
-            ``stop`` was set.
+        :returns: True if the version is to be loaded now. False if no target loads it
+            (the engine then drops it), or if ``stop`` was set.
         :raises replicas.errors.SyncError: the engine is gone.
         """
         pending = update.adopt(whole=True)
@@ -299,12 +298,12 @@ class Follower:
     def _load_or_refuse(self, update: Update, latest: int) -> None:
         """Load the version into the server.
 
-        If the engine refuses it, tell the channel so.
-
-        The server then continues with its version, and nothing is raised.
+        If the engine refuses it, report that to the channel, and raise nothing: the
+        server then continues with its version.
 
         :param latest: number of the channel's newest version.
-        :raises replicas.errors.ReplicasError: as :meth:`_load`.
+        :raises replicas.errors.ReplicasError: the load failed; the gate is shut, and
+            the server left paused.
         """
         try:
             self._refuse_older(update.version, latest)
@@ -314,11 +313,11 @@ class Follower:
             self._refuse(update, error)
 
     def _refuse_older(self, version: int, latest: int) -> None:
-        """Raise Refused if the engine serves a newer version than ``version``.
+        """Raise Refused if the engine reports a newer version than ``version``.
 
-        Then another program has loaded that one. A server that has outlived its run
-        reports a version number of that run: before the first load a number above
-        ``latest``, the newest of this run, is ignored.
+        That version must come from another program, which loads into the same server.
+        Before the first load, a number above ``latest`` (the newest of this run) is
+        ignored: the server has it from an earlier run.
         """
         said = self._engine.version()
         if said is not None and said > version and (self._fitting or said <= latest):

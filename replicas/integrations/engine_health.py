@@ -45,7 +45,8 @@ def processor_time(api: int) -> ProcessorTime | None:
     """Return the processor time that the processes of a server have used since their
     start, as ``/proc`` shows it, or None if the server is gone or hidden.
 
-    If a process below ``api`` is stopped (SIGSTOP), the engine's time is 0: frozen.
+    The engine's time is given as 0 while a process below ``api`` is stopped (SIGSTOP),
+    so that an engine that is frozen in part is not taken for one at work.
 
     :param api: pid of the server's API process.
     """
@@ -140,9 +141,12 @@ class LivenessWatch:
         self.is_loading = False
 
     def record_answer(self, path: str, answer: Answer, now: float) -> None:
-        """Record how a request to this path was answered at the time ``now`` (seconds
-        of a monotonic clock): "good" ends its silence, "dead" counts towards giving up,
-        "none" leaves it silent."""
+        """Record how a request to ``path`` was answered at the time ``now`` (seconds of
+        a monotonic clock).
+
+        :param answer: "good" ends the path's silence, "none" does not. Two times "dead"
+            without a "good" between them are a reason to give the server up.
+        """
         if answer == "good":
             self._answered[path], self._refused[path] = now, 0
         elif answer == "dead":
@@ -150,12 +154,13 @@ class LivenessWatch:
 
     def reason_to_give_up(self, spent: ProcessorTime | None, now: float, scan_s: float = 0.0) -> Reason | None:
         """Return why to give the server up, or None to keep it; the watching thread
-        calls this about once a second. Silences start again if this process was
-        suspended.
+        calls this about once a second. If a call comes late, as this process was
+        suspended, all silences are counted from now.
 
         :param spent: processor time used so far; None: the processes cannot be seen.
         :param now: the present time, in seconds of a monotonic clock.
-        :param scan_s: how many seconds the measurement of ``spent`` took, until now.
+        :param scan_s: how many seconds the measurement of ``spent`` took, until now; up
+            to 5 s of it do not count as a suspension.
         """
         if self._clock.measure_pause(
             now - min(scan_s, SCAN_MAX_S)
@@ -182,8 +187,9 @@ class LivenessWatch:
             self.call = self.call._replace(began=now)
 
     def _record_work(self, spent: ProcessorTime | None, now: float) -> None:
-        """Record that the API process, or the engine, was at work at the time ``now``
-        if it has used at least 5 % of a processor since the last call.
+        """Record for :meth:`_silent_s` that the API process, or the engine, was at work
+        at the time ``now`` if it has used 5 % of a processor or more since the last
+        call.
 
         :param spent: processor time used so far; None: the processes cannot be seen.
         """
@@ -198,9 +204,13 @@ class LivenessWatch:
     def _silent_s(self, is_api: bool, since: float, patience_s: float, now: float) -> float:
         """Return the seconds since ``since`` if that silence is too long, else 0.
 
-        :param is_api: whether the API process must answer, or else the engine.
+        It is too long after ``patience_s`` of idle processes, and in any case after the
+        larger of that and the ``limit_s`` of the constructor.
+
+        :param is_api: True if the API process must answer, False if the engine must.
         :param since: time of the last answer, or of the call's begin.
-        :param patience_s: seconds allowed while the processes are idle.
+        :param patience_s: seconds of silence allowed while those processes are idle.
+        :param now: the present time, in seconds of a monotonic clock.
         """
         idle_since = max(since, self._lived[is_api]) if self._spent is not None else now
         return now - since if now - idle_since > patience_s or now - since > max(patience_s, self._limit_s) else 0.0
@@ -230,6 +240,7 @@ class EngineHealth:
         """Make the threads, one for each path of ``watched`` and one that judges; start
         none before entering.
 
+        :param server: answers the requests; given up when it is gone or silent.
         :param is_gone: returns why the server is gone, or None.
         :param watched: how many seconds each path may go unanswered while the processes
             behind it are idle.
@@ -260,8 +271,8 @@ class EngineHealth:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Context manager: a load is under way, so the engine's paths may go
-        unanswered."""
+        """Context manager: a load is under way, so only the paths ``while_loading`` of
+        the constructor must be answered."""
         self._vigil.is_loading = True
         try:
             yield
@@ -270,8 +281,14 @@ class EngineHealth:
 
     @contextlib.contextmanager
     def calling(self, path: str, patience_s: float) -> Iterator[None]:
-        """Context manager: a call of ``path`` is under way. If it lasts too long, the
-        server is given up: the engine may be idle for ``patience_s`` seconds."""
+        """Context manager: a call, other than those of the watch, is under way. The
+        server is given up if the call lasts too long.
+
+        :param path: the requested path, for the text of the reason.
+        :param patience_s: how many seconds the engine's processes may be idle during
+            the call. While they are at work the call may take the larger of this and
+            the ``limit_s`` of the constructor.
+        """
         self._vigil.call = _Call(path, time.monotonic(), patience_s)
         try:
             yield
@@ -287,7 +304,8 @@ class EngineHealth:
 
     def _watch(self) -> None:
         """Thread: judge the server every second until the watch ends. When it is gone
-        or silent for too long, set ``reason``, break its connections, and return."""
+        or silent for too long, set ``reason`` and give the server up (its calls raise,
+        now and later); then return."""
         while not self._over.wait(EVERY_S):
             began = time.monotonic()
             spent = self._spent()

@@ -28,8 +28,10 @@ class RequestRefused(errors.SyncError):
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Return host and port of ``http://HOST:PORT``, by default 80. :raises UsageError:
-    the URL has another form."""
+    """Return host and port of ``http://HOST:PORT``; the port is 80 if the URL has none.
+
+    :raises replicas.errors.UsageError: the URL has another form.
+    """
     try:
         parts = urlsplit(url)
         if parts.scheme == "http" and parts.hostname:

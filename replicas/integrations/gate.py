@@ -82,7 +82,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 def owner_of(path: str) -> int:
     """Return the pid of the follower (the process that loads versions into the server)
-    whose page is at ``path``: ``/proc/PID/fd/N``."""
+    from the path of its gate's shared page, which is ``/proc/PID/fd/N``."""
     return int(path.split("/")[2])
 
 
@@ -90,8 +90,12 @@ class GatePage:
     """The shared page: written by the follower, read by the server."""
 
     def __init__(self, memory: mmap.mmap, fd: int | None = None) -> None:
-        """Use a mapped page; own its descriptor ``fd``, if this process has created
-        it."""
+        """Wrap a page that is mapped already; :meth:`close` unmaps it.
+
+        :param memory: the mapping.
+        :param fd: descriptor of the page if this process has created it, else None;
+            :meth:`close` closes it.
+        """
         self._memory = memory
         self._fd = fd
 
@@ -268,10 +272,12 @@ class Gate:
             await _refuse(scope, send, 503, SHUT)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on to the server, or answer it with an error.
+        """Pass a request that an open gate admits on to the server, and add the version
+        to the answer's headers.
 
-        It is passed on unless no version with which the server may answer now meets the
-        demand in the request's header. The version is added to the answer's headers.
+        Answer it here if its header demands versions of which the server may have none
+        or not all now (409 or 503, also if a load begins meanwhile), or is malformed
+        (400).
         """
         given = next((value for name, value in scope["headers"] if name == VERSION_HEADER.encode()), None)
         try:
@@ -294,7 +300,10 @@ class Gate:
     def _find_kind(self, path: str, root_path: str) -> str:
         """Return the kind of a path: "control" (changes the engine), "readyz", "always"
         (answered while the gate is shut, too), "odd" (has control characters), or an
-        empty text for all others. Starlette's routes decide."""
+        empty text for all others. Starlette's routes decide.
+
+        :param root_path: prefix under which the application is mounted, as in ASGI.
+        """
         if any(ord(character) < 32 or ord(character) == 127 for character in path):
             return "odd"
         for kind, routes in (("control", self._control), ("readyz", self._readyz), ("always", self._always)):
@@ -312,14 +321,14 @@ class Gate:
 
 
 def _labels_at(changes: int) -> int:
-    """Return the offset on the page of the labels that are valid after ``changes``
-    changes: two places take turns."""
+    """Return the offset on the page of the labels that are valid after this number of
+    changes: even and odd numbers have a place each."""
     return _LABELS + changes % 2 * _LABELS_NBYTES
 
 
 def _route(path: str) -> Route:
-    """Return a Starlette route, used only to match: of the path, or if it ends with a
-    slash of all paths below it."""
+    """Return a Starlette route for matching only. It matches ``path``, or, if that ends
+    with a slash, all paths below it."""
     return Route(f"{path}{{below:path}}" if path.endswith("/") else path, _refuse)
 
 

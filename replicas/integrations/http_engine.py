@@ -194,14 +194,15 @@ class HttpEngine(Engine):
 
     def longest_s(self, timeout_s: float = 0.0) -> float:
         """Return the seconds after which a call is given up even if the server is at
-        work: the larger of ``timeout_s`` and the engine's timeout, and 60 s."""
+        work: 60 more than the larger of ``timeout_s`` and the engine's timeout."""
         return max(timeout_s, self._engine_timeout_s) + BACKSTOP_S
 
     def raise_if_dying(self) -> None:
-        """After a refused request wait until the server is healthy again, and return.
+        """Find out, after the server has refused a request, whether its engine is dead:
+        block until the server answers as healthy, and return.
 
-        :raises replicas.errors.SyncError: it refused because its engine is dead, which
-            it may report for a moment only.
+        :raises replicas.errors.SyncError: the server reports a dead engine, refuses
+            connections, or is given up by its health watch.
         """
         while (answer := self.server.check_path(self.api)) != "good":
             if reason := self.health():

@@ -85,9 +85,11 @@ class CheckpointEngine:
         self._offer: _Offer | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Begin a sync; return the metadata that this worker sends to all others. The
-        first call also chooses port and token of a coordinator that this process could
-        start."""
+        """Begin a sync; return the metadata that this worker sends to all others.
+
+        In a Ray worker the metadata offer a coordinator, whose port and token the first
+        call chooses. Nothing is started here: worker 0 may start its own when it joins.
+        """
         if self._offer is None:
             self._offer = _Offer.create()
         return {**self._refit.prepare(), "offer": None if self._offer is None else self._offer.place}

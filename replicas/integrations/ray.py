@@ -208,8 +208,9 @@ def options(
         rank's group.
     :param replica: index of its replica; ``"auto"``: the lowest index that is free when
         it joins, also after a restart of the actor.
-    :param rank, world_size: for a replica of several actors; its ranks other than 0
-        then need an explicit index, not ``"auto"``.
+    :param rank, world_size: the rank in its replica and the replica's number of ranks,
+        for a replica of several actors. Ranks other than 0 then need a number as
+        ``replica``, not ``"auto"``.
     :param token_file: path, on the actor's node, of a file with ``handle.token``.
         Without it the token is in the actor's ``runtime_env``, which Ray shows to its
         users and writes into its logs.

@@ -144,8 +144,8 @@ def bundle(group: GroupConfig) -> dict[str, float]:
 
 
 def _bundle_request(group: GroupConfig) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the resources and labels of a group's bundles; if they change, all its
-    bundles are replaced."""
+    """Return the resources and labels that a group's bundles are requested with. When a
+    reload of the config changes them, :meth:`_Bundles._adjust` replaces the bundles."""
     return bundle(group), dict(group.placement.labels)
 
 

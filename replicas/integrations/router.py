@@ -75,8 +75,9 @@ def channel_of(status: RunStatus, channel: str) -> ChannelStatus:
 
 
 def ready_leaders(channel: ChannelStatus) -> list[MemberStatus]:
-    """Return, of the channel's members, rank 0 of each target replica that has loaded a
-    version, is live or only behind, and shows its address as ``info["url"]``."""
+    """Return those members that a router should list: rank 0 of each target replica
+    that has loaded a version and shows its address as ``info["url"]``. Members in the
+    state "behind", which serve an older version than the others, are included."""
     return [
         one
         for one in channel.members

@@ -48,8 +48,8 @@ class SyncCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         """Add the figures (metrics) of the syncs that have ended since the last call to
-        ``logs`` and to the trainer's newest log entry: the newest value of each,
-        failures counted."""
+        ``logs`` and to the trainer's newest log entry: the newest value of each figure,
+        and of ``replicas/failed`` the sum."""
         figures = newest(self._sync.figures())
         if logs is not None:
             logs.update(figures)
@@ -126,7 +126,8 @@ class PublishCallback(SyncCallback):
         self._steps.step(state.global_step, model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Publish the last step unless that is done, or the best model that was loaded;
-        then wait for open publishes, leave the channel, and log their figures."""
+        """Publish the model of the last step unless that is done. With the trainer's
+        ``load_best_model_at_end`` publish in any case: the model is the best one then.
+        Wait for open publishes, leave the channel, and log their figures (metrics)."""
         self._steps.end(state.global_step, model, changed=args.load_best_model_at_end)
         super().on_train_end(args, state, control)

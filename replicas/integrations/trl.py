@@ -121,9 +121,12 @@ class WeightTransfer:
         self._log(self._sync.leave())
 
     def _log(self, figures: list[dict[str, float]]) -> None:
-        """Put figures (metrics by name, one dict for each sync) into the trainer's
-        logs, if they are known: the newest value of each, and the count of failures, as
-        TRL logs the mean of a list."""
+        """Put figures into the trainer's logs, if these are known: of each figure the
+        newest value, of failures the sum. Each is put there as a list of this one
+        value, as TRL logs the mean of a list.
+
+        :param figures: metrics by name, one dict for each sync.
+        """
         logs = self._logs
         if logs is not None:
             known = {name: logs[name][-1] for name in logs if name.startswith("replicas/") and logs[name]}

@@ -310,11 +310,11 @@ def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the folder of a server that has ended, and the shared memory named after
-    files in it.
+    """Remove the folder of a server that has ended, and files of ``/dev/shm`` that are
+    named after files in the folder.
 
-    Workers on a CPU rendezvous in a file, and share memory named after it; killed
-    workers leave it behind.
+    Workers on a CPU meet in a file of the folder, and name their shared memory after
+    that file; workers that were killed leave this memory behind.
     """
     for meeting in folder.glob("vllm_dist_*"):
         for left in Path("/dev/shm").glob(f"*{meeting.name}*"):

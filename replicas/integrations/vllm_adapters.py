@@ -110,8 +110,14 @@ class VllmAdapters(VllmServer):
         return folder
 
     def reset_caches(self, timeout_s: float) -> None:
-        """Have the server unload the previous version, by whose name its caches are
-        kept; remove the folders of older versions that no request in flight uses."""
+        """Have the server unload the adapter of the previous version, and with it the
+        caches, which are kept by adapter. Remove the folders of versions before that
+        one, except those that requests in flight still use, or, if the server does not
+        report its requests, the last :data:`KEPT_UNSEEN`.
+
+        :param timeout_s: seconds for which the server may be idle before it answers;
+            then raise SyncError.
+        """
         for name, _ in self._loaded[:-1][-1:]:
             self.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout_s=timeout_s, serving=True)
         older, newest = self._loaded[:-2], self._loaded[-2:]

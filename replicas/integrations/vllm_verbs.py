@@ -64,7 +64,10 @@ class VllmServer(HttpEngine):
     def warm_up(self, timeout_s: float) -> None:
         """Send a request and wait for the answer, so that the server compiles what
         requests need. A server that refuses it is only logged; SyncError is raised if
-        it is gone."""
+        it is gone.
+
+        :param timeout_s: seconds for which the server may be idle before it answers.
+        """
         try:
             self.post("/v1/completions", {"model": self.model(), **WARM_UP}, timeout_s=timeout_s, serving=True)
         except (errors.SyncError, KeyError, IndexError, TypeError) as error:
@@ -128,6 +131,8 @@ class VllmEngine(VllmServer):
 
         A version that does not fit is refused by the worker; one that fits stays open
         there.
+
+        :param timeout_s: seconds for which the server may be idle in each request.
         """
         if self.workers > 1:
             # After an error vLLM does not read the replies of other workers, and takes
@@ -146,7 +151,10 @@ class VllmEngine(VllmServer):
 
     def drop(self, update: Update, reason: str, timeout_s: float) -> None:
         """Have the only worker report the version that :meth:`check` has opened there
-        as refused, for this reason; with several workers do nothing."""
+        as refused, for this reason; with several workers do nothing.
+
+        :param timeout_s: seconds for which the server may be idle before it answers.
+        """
         if self.workers == 1:  # as for check
             self._end_open_update(timeout_s, refuse=reason)
 
@@ -176,9 +184,12 @@ class VllmEngine(VllmServer):
         self._version = update.version
 
     def checksum(self, update: Update, timeout_s: float) -> str | None:
-        """Have each worker compare a sample of its tensors with the version; return why
-        they differ, or an empty text. The workers' logs say how much could be
-        compared."""
+        """Have each worker compare a sample of its tensors with the version, and wait.
+        Return why they differ, or an empty text if no difference was found; never None.
+        The workers' logs say how much could be compared.
+
+        :param timeout_s: seconds for which the server may be idle before it answers.
+        """
         try:
             self._update(update.version, timeout_s, prove=True)
         except RequestRefused as error:
@@ -199,22 +210,24 @@ class VllmEngine(VllmServer):
         self.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)
 
     def _end_open_update(self, timeout_s: float, refuse: str = "") -> None:
-        """End an update that an earlier call, or a dead follower, left open in the
-        workers; do nothing if none is.
+        """End the weight update that vLLM has begun for an earlier call, or for a
+        follower that is dead; do nothing if none is under way.
 
-        :param refuse: reason to report the version as refused; empty: keep it for a
-            load.
+        :param refuse: reason for which the workers report the version that they hold
+            open as refused, and release it; empty: they keep it open, for a later load.
         """
         with contextlib.suppress(errors.SyncError):  # the answer is always an error: ended, or none open
             self._update(0, timeout_s, refuse=refuse)
 
     def reset_caches(self, timeout_s: float) -> None:
         """Have the workers end the update (they report the version as loaded), then
-        reset the caches of encoders and prefixes. Raise SyncError if they cannot be
-        reset.
+        reset the caches of encoders and prefixes, and of an external store.
 
-        Kept requests hold parts of the prefix cache: they are computed again then. A
-        store of other machines is cleared, too (``reset_external``).
+        If the prefix cache is in use by requests that the pause has kept, reset it
+        nevertheless: those requests are computed again.
+
+        :param timeout_s: seconds for which the server may be idle in each request.
+        :raises replicas.errors.SyncError: the prefix cache cannot be reset.
         """
         self.post("/finish_weight_update", {"weight_version": str(self._version)}, timeout_s=timeout_s)
         self._open = False

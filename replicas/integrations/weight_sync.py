@@ -56,8 +56,8 @@ class WeightSync:
         :param wait: the state to wait for after a publish: ``"loaded"``, all live
             targets serve the new version; ``"committed"``, all have its bytes; None:
             immediately.
-        :param deadline: seconds for each of the two; None: the channel's for the
-            commit, 60 for the loads.
+        :param deadline: seconds for the commit, and again for the loads; None: the
+            channel's deadline for the commit, 60 for the loads.
         :param join: further arguments of :func:`replicas.join`.
         """
         if wait not in ("loaded", "committed", None):
@@ -114,9 +114,9 @@ class WeightSync:
         self._open.append(self._last)
 
     def wait_for_last(self) -> None:
-        """Block until the last publish has committed, or all live targets have loaded
-        its version, or not at all, by the ``wait`` of the constructor; at most for the
-        deadline of each. A failure is logged, not raised."""
+        """Wait for the last publish as the ``wait`` of the constructor says: until it
+        has committed, until all live targets have also loaded its version, or (None)
+        not at all. A failure or a passed deadline is logged, not raised."""
         if self.channel is None or self._last is None or self._wait is None:
             return
         began = time.monotonic()
@@ -256,7 +256,7 @@ class StepSync(WeightSync):
 
     def step(self, step: int, model: Any) -> None:
         """Publish the model if a multiple of ``every`` steps has been reached since the
-        last publish, and block as :meth:`wait_for_last`; else do nothing.
+        last publish, and wait for it by :meth:`wait_for_last`; else do nothing.
 
         :param step: number of optimizer steps so far.
         """
@@ -264,9 +264,10 @@ class StepSync(WeightSync):
             self._sync(step, model)
 
     def end(self, step: int, model: Any, *, changed: bool = False) -> None:
-        """Publish the model of the last step unless it was published, and block as
-        :meth:`wait_for_last`: training has ended. Stay on the channel.
+        """Publish the model of the last step unless it was published, and wait for it
+        by :meth:`wait_for_last`. Stay on the channel.
 
+        :param step: number of optimizer steps at the end of training.
         :param changed: the model has changed since the last step: publish in any case.
         """
         if self.channel is not None and (changed or step != self._published):

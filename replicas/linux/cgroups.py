@@ -123,8 +123,8 @@ def kill(group: Path) -> None:
 def remove(group: Path) -> bool:
     """Remove the group and the groups below it, which must be empty of processes.
 
-    Return True if they are gone, False if a process is in one; those below may be gone
-    then.
+    Return True if all are gone, and False if a process is in one of them: that group
+    and those above it stay, and others may have been removed.
 
     :raises OSError: they cannot be removed for another reason.
     """
@@ -142,10 +142,11 @@ def remove(group: Path) -> bool:
 
 
 def leave(group: Path, *, run: bool = False) -> None:
-    """Remove a node's empty group, then that of its generation if it is empty, too.
+    """Remove the group of a generation's processes on this node, then the group of the
+    generation if it is empty, too.
 
     Errors are ignored: a group that is in use stays, and its last user removes it.
-    Groups that ranks created in it (podman, apptainer) are removed with it.
+    Groups that ranks created in the node's group (podman) are removed with it.
 
     :param group: path ``RUN/GENERATION/NODE``. :param run: remove the run's group, too.
     """
@@ -190,7 +191,8 @@ class RunCgroups:
         """Create the run's group with its controllers, and remove groups of dead runs.
 
         :param run: name of the run. :param own: folder of the group to make it in.
-        :param limited: delegate the controllers of limits, which may move this process.
+        :param limited: let the groups have limits of memory and processes. For that,
+            this process may have to move to a group below ``own``.
         :raises OSError: the group cannot be made.
         """
         own = _left.get(own, own)

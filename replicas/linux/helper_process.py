@@ -71,12 +71,12 @@ class Pulse(Silence):
         self.busy = False
 
     def interval_s(self, now: float, *, busy: bool) -> float:
-        """Return the seconds until the owner should next call :meth:`next_action`.
+        """Set the time of the next :meth:`next_action`; return the seconds until then.
 
-        That time counts as due: a call that comes late shows that this process was
-        suspended.
+        The time is stored in :attr:`due`, and ``busy`` as an attribute. A call that is
+        later shows that this process was suspended, which does not count as silence.
 
-        :param busy: a request is pending: the delay is then shorter.
+        :param busy: True if a request is pending: the interval is then shorter.
         """
         self.busy = busy
         delay = INTERVAL_S if busy or self.asked else IDLE_S
@@ -196,8 +196,8 @@ class HelperProcess:
     async def _ask(self, request: Any, timeout_s: float, kind: type[_R], *memories: HelperMemory) -> _R:
         """Send a request to the helper, wait for the reply, and return it.
 
-        :param timeout_s: limit of the request; ``KILL_GRACE_S`` later the helper is
-            killed.
+        :param timeout_s: time within which the helper should answer, if only with an
+            error. If it has not done so ``KILL_GRACE_S`` later, it is killed here.
         :param kind: the type that the reply must have; another one raises
             :meth:`_failure`.
         :param memories: sent before the request, unless the helper has mapped them

@@ -63,9 +63,9 @@ def unlock(fd: int) -> None:
 def flag(fd: int, byte: int) -> None:
     """Put a read lock on byte number ``byte``, as a sign for other processes.
 
-    Any number of file descriptions can flag one byte. Do nothing on a kernel without
-    such locks. It ends with :func:`unflag`, or with the last descriptor of the
-    description.
+    The lock belongs to the open file description of ``fd`` (``F_OFD_SETLK``), and any
+    number of descriptions can hold it. It ends with :func:`unflag`, or when the last
+    descriptor of the description is closed. Do nothing on a kernel without such locks.
     """
     _set_flag(fd, byte, fcntl.F_RDLCK)
 
@@ -92,7 +92,7 @@ def _set_flag(fd: int, byte: int, kind: int) -> None:
 def flagged(fd: int, byte: int) -> bool:
     """Return True if another file description has flagged ``byte`` by :func:`flag`.
 
-    :raises OSError: EINVAL on a kernel without such locks.
+    :raises OSError: EINVAL on a kernel without locks of open file descriptions.
     """
     found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
     kind: int = _FLOCK.unpack(found)[0]

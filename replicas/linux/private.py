@@ -64,8 +64,10 @@ def make_folder(path: Path) -> None:
 def check_folder(path: Path, *, once_ours: str) -> None:
     """Raise the OSError that :func:`make_folder` would raise; create nothing.
 
-    :param once_ours: name of a file. If the folder has it, its mode is not checked, as
-        :func:`close_to_others` would repair it.
+    The check also tries to create a file without a name, as a disk may be read-only.
+
+    :param once_ours: name of a file. The owner and mode of a folder that has this file
+        are not checked, as :func:`close_to_others` repairs the mode.
     """
     found = next(one for one in (path, *path.parents) if one.exists())
     with _walked(found) as descriptor:
@@ -275,7 +277,8 @@ def create(path: Path, data: bytes) -> None:
 def _create_in(parent: int, path: Path, data: bytes, *, sync: bool = False) -> None:
     """Create a file with this content in an open folder; remove an existing one first.
 
-    :param parent: descriptor of the folder. :param sync: wait until it is on the disk.
+    :param parent: descriptor of the folder. :param path: of the file: its name is
+        used, all of it is for errors. :param sync: wait until the data is on the disk.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path.name, dir_fd=parent)

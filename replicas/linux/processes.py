@@ -341,7 +341,8 @@ def signal_marked(nonces: str | Collection[str], signum: int, *, but: frozenset[
 
 
 def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send ``signum`` to this process when its parent's thread ends.
+    """Have the kernel send ``signum`` to this process when its parent ends, or only the
+    thread of the parent that started this process.
 
     If the parent is gone already, exit here with code 1.
 

@@ -57,9 +57,11 @@ def join_place(pidfd: int, output: int, environment: int) -> None:
 
     Replaces stdout, stderr and the environment of this process, a forked sidecar. The
     arguments are those that :func:`describe_own_place` returned in the rank; they stay
-    open.
+    open. The rank's mark (a variable by which its shim finds all its processes) is also
+    put where other processes see it; see :func:`replicas.linux.processes.set_mark`.
 
-    :raises ValueError: the rank has a mark, and this process has no room for it.
+    :raises ValueError: the rank has a mark, and this process was started without the
+        variable that the mark overwrites.
     """
     _enter_group_of(pidfd)
     os.dup2(output, 1)

@@ -46,7 +46,8 @@ def no_process() -> str:
 
 
 def describe_limit(error: OSError) -> tuple[str, str]:
-    """Return (the error's text with the limit behind it, the remedy) for people.
+    """Return two texts for people: what the error means, with the limit that was
+    reached, and the remedy.
 
     :param error: one whose ``errno`` is in :data:`SCARCE`.
     """

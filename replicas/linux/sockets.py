@@ -59,9 +59,11 @@ def listener_uids(connection: socket.socket) -> frozenset[int] | None:
     """Return the uids of the local processes that listen at a connection's peer.
 
     Return None if the peer is on another machine, and an empty set if no local process
-    listens, as when the port is forwarded. To be called while the connection is open:
-    either the present listener accepted it, or the accepting process has stopped
-    listening.
+    listens, as when the port is forwarded.
+
+    The kernel does not tell which process accepted the connection, only which listen at
+    the port now. Call this while the connection is open: the process that accepted it
+    is then one of these, or has stopped listening.
 
     :param connection: a TCP connection of this process.
     """
@@ -138,8 +140,8 @@ def why_not(error: OSError, port: int) -> str:
 def may_be_foreign(uids: frozenset[int] | None, owners: frozenset[int] | None) -> bool:
     """Return True if a port with these listeners may belong to others than ``owners``.
 
-    Also for a port of this machine on which no process listens; False for another
-    machine.
+    Return True also if no process of this machine listens on the port, and False if the
+    port is on another machine, whose users cannot be checked.
 
     :param uids: the result of :func:`listener_uids`.
     :param owners: uids that are allowed; None allows all users.

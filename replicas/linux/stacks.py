@@ -61,16 +61,18 @@ def register(log_dir: Path, rank: int, start: int) -> None:
 
     :param log_dir: folder of the log files.
     :param rank: of this process, for the file's name.
-    :param start: clock ticks from boot to the start of this process.
+    :param start: start of this process, in clock ticks from boot, for the file's name.
     :raises OSError: the file cannot be created.
     """
     locked(_lock, _register, log_dir, rank, start)
 
 
 def _register(log_dir: Path, rank: int, start: int) -> None:
-    """Create the file, and have SIGNUM write all threads' stacks to it, once a process.
+    """Create the file of :func:`register`, and have SIGNUM write all stacks to it. Do
+    nothing if this process has done so already.
 
-    In a forked child close the parent's file. Needs the lock; see :func:`register`.
+    In a forked child, close the parent's file. The caller holds ``_lock``. The
+    parameters are those of :func:`register`.
     """
     pid = os.getpid()
     if pid in _open:

@@ -18,10 +18,10 @@ IDLE_S = 20.0
 
 
 def _work_of(pid: int) -> tuple[str, ...]:
-    """Return five texts of ``/proc/PID/stat``, of which four change while it works.
+    """Return the state letter of a process, and four counters that grow while it works.
 
-    They are the state letter, minor and major faults, user and system time. Return
-    ``("X",)`` if the process is gone.
+    The counters, as texts of ``/proc/PID/stat``, are its minor and major page faults,
+    and its user and system time. Return ``("X",)`` if the process is gone.
     """
     try:
         fields = stat_fields(pid)
@@ -46,12 +46,13 @@ class StallWatch:
     def reason_to_give_up(self, now: float, *, awaited: bool) -> Reason | None:
         """Read the child's state once; return why the caller should kill it, or None.
 
-        A child that was stopped for ``STOPPED_S`` is given up. It signals nothing.
+        The reason is that the child was stopped (as by SIGSTOP) for ``STOPPED_S``. This
+        method sends no signal.
 
-        :param now: as for the constructor: time in which this was not called does not
-            count.
-        :param awaited: others wait for the child; one that did nothing for ``IDLE_S``
-            is given up, too.
+        :param now: the present time, by the clock of the constructor's ``now``. A time
+            without calls, as while this process was suspended, does not count.
+        :param awaited: True if others wait for the child: then also give it up if it
+            did no work for ``IDLE_S``.
         """
         state, *done = _work_of(self.pid)
         seen, self._seen = self._seen, tuple(done)

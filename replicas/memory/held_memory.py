@@ -58,7 +58,7 @@ def is_there(place: SlotPlace) -> bool:
     That is if its file is in ``/proc``, or if the connection to its process's door (the
     socket that gives away descriptors) is open. It does not block.
 
-    :param place: where the process has the memory.
+    :param place: the memory: pid and descriptor of that process, inode, and door.
     """
     return is_in_proc(place) or (place.door not in ("", own_door()) and descriptor_server.is_open(place.door))
 
@@ -66,8 +66,8 @@ def is_there(place: SlotPlace) -> bool:
 def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True) -> int:
     """Open and lock memory of another process on this host, so that it is not refilled.
 
-    The caller must have proven that the pid is the process, owner or holder, that named
-    the place.
+    Pids differ between containers. So before the call, make sure (by a beacon) that the
+    pid in ``place`` means, in this process, the process that sent the place.
 
     :param place: where the memory is: process, descriptor, inode and size.
     :param version: the version in it, for error texts only.
@@ -201,6 +201,7 @@ class MemoryHolder:
         First close what is held under ``key``. It does not block.
 
         :param key: name for :meth:`let_go`. :param version: for log texts only.
+        :param place: the memory: pid and descriptor of its process, inode, and size.
         :returns: the place in this process at which others can open the memory; None,
             and a log line, if it cannot be held, as on a GPU.
         """

@@ -47,7 +47,7 @@ _library = _load()
 
 
 class Lines:
-    """The lines of a run of bytes that differ from a base of the same length.
+    """The lines (64 bytes) of a run of bytes that differ from a base of equal length.
 
     :param run: starts at a multiple of 64; neither it nor ``base`` may move.
     :ivar words: bit ``i % 64`` of word ``i // 64``, from the lowest on, belongs to line
@@ -56,7 +56,7 @@ class Lines:
     """
 
     def __init__(self, run: Bytes, base: Bytes) -> None:
-        """Start with all bits clear; compare nothing yet.
+        """Start with the bits of all lines (of 64 bytes) clear; compare nothing yet.
 
         :param run: the bytes to compare, from an address that is a multiple of 64.
         :param base: as many bytes to compare them with. Neither is copied, or may move.
@@ -70,8 +70,8 @@ class Lines:
     def compare(self, first: int, last: int, threads: int = 1) -> None:
         """Compare a range of the run's bytes with those of the base; return when done.
 
-        Set in ``words`` the bits of the lines that differ; clear none. May be called on
-        several threads; the C code runs without the GIL.
+        Set in ``words`` the bit of each line (64 bytes) with a difference; clear none.
+        May be called on several threads; the C code runs without the GIL.
 
         :param first: the first byte. :param last: the byte after the last.
         :param threads: how many threads of the C code share the work.

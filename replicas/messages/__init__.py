@@ -135,7 +135,8 @@ _tag_decoder = msgspec.msgpack.Decoder(tuple[int, int, _Tagged])
 def encode(frame: MemberFrame | ServerFrame) -> bytes:
     """Return a frame (a message with its two numbers) as MessagePack.
 
-    Check no limits.
+    The limits of :mod:`replicas.messages.bounds` are not checked here: the receiver
+    checks a member's frame.
     """
     return _encoder.encode(frame)
 

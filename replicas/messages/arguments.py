@@ -143,10 +143,10 @@ def patience(what: str, value: object) -> float | None:
 
 
 def bound(what: str, value: object) -> tuple[int | float, str]:
-    """Return a lower bound of versions as (number, key), or raise UsageError.
+    """Return the lower bound of a receive as (number, key), or raise UsageError.
 
-    With a key it bounds the number of that name in the publisher's ``meta``; the key is
-    "" for a bound of the version's own number.
+    With the key "" the number is the lowest version that will do. With another key it
+    is the lowest value that will do of that key in the publisher's ``meta``.
 
     :param what: the argument's name in the error.
     :param value: a version's number, a pair of a key and a number, or None, which gives
@@ -276,7 +276,8 @@ def endpoint(what: str, value: object) -> str:
 
 
 def texts(what: str, value: object) -> dict[str, str]:
-    """Return a mapping of short texts as a dict of plain strs, or raise UsageError.
+    """Return a mapping of texts as a dict of plain strs. Raise UsageError if it is
+    another type, has too many entries, or a key or text is too long.
 
     :param what: the argument's name in the error.
     """
@@ -328,16 +329,17 @@ def meta(what: str, value: object) -> Meta:
 def with_adapter(
     what: str, given: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None, adapter: object, weights: object
 ) -> Meta | Callable[[], Mapping[str, Any]]:
-    """Return a publisher's checked ``meta``, with the name and configuration of an
-    adapter.
+    """Return a publisher's ``meta`` with two entries added, if there is an adapter: its
+    name as ``adapter``, and its configuration as ``adapter_config``.
 
-    If ``given`` is a function, return a function that returns its meta with them,
-    unchecked.
+    A mapping is checked, and returned as a dict. For a function return a function that
+    calls it and adds the two; it is not called here, and what it returns is not
+    checked.
 
-    :param what: the call's name in errors.
-    :param given: the meta, or the user's function (not called here).
-    :param adapter: name of the LoRA adapter; None adds nothing.
-    :param weights: has the configuration as ``adapter_config``.
+    :param what: name of the publisher's call, for errors.
+    :param given: the meta, or the user's function that returns it.
+    :param adapter: name of the LoRA adapter; None: there is none.
+    :param weights: the published weights, which have ``adapter_config`` (a text).
     :raises replicas.errors.UsageError: a value is not valid.
     """
     if adapter is None:
@@ -353,14 +355,16 @@ def with_adapter(
 
 
 def with_trace(what: str, given: Meta | Callable[[], Mapping[str, Any]]) -> Meta | Callable[[], Mapping[str, Any]]:
-    """Return ``given`` with the W3C ``traceparent`` of the caller's OpenTelemetry span.
+    """Return ``given`` with an entry ``traceparent`` (W3C) added: the OpenTelemetry
+    span that is open on this thread during this call.
 
-    That is the span of this thread now. Without one, return ``given`` unchanged. A
-    ``traceparent`` of the publisher's own stays.
+    Without such a span, return ``given`` itself. An entry ``traceparent`` that
+    ``given`` has already is kept.
 
-    :param what: the call's name in errors.
-    :param given: the meta, or a function that returns it; that is wrapped, not called.
-    :raises replicas.errors.UsageError: the meta is too large with it.
+    :param what: name of the publisher's call, for errors.
+    :param given: the meta, or a function that returns it. A function is not called
+        here: return a function that calls it and adds the entry.
+    :raises replicas.errors.UsageError: the meta is too large with the entry.
     """
     tracing = sys.modules.get("opentelemetry.trace")
     caller = tracing.get_current_span().get_span_context() if tracing is not None else None

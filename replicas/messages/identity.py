@@ -54,11 +54,10 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
 def proof_of(mark: str, incarnation: str) -> str:
     """Return an HMAC by which a member proves, for one join, that it has its shim's
-    secret.
+    secret. The coordinator calls this, too, and compares.
 
-    :param mark: the secret that the supervising process (shim) gave its ranks; without
-        one ("") the proof is "".
-    :param incarnation: the nonce of the join; the coordinator computes the same from
-        it.
+    :param mark: the secret, which the supervising process (shim) gave its ranks; "" for
+        a process without a shim: then return "".
+    :param incarnation: the random nonce of the join, which the HMAC is of.
     """
     return hmac.new(mark.encode(), incarnation.encode(), "sha256").hexdigest() if mark else ""

@@ -67,7 +67,10 @@ def document(status: RunStatus, now: float) -> Tree:
 
 
 def _member(member: MemberStatus, now: float) -> Tree:
-    """Return the fields of a member, without an ``info`` that is too long."""
+    """Return a member's fields, without its ``info`` if that exceeds 400 characters.
+
+    :param now: time of the status, in seconds since 1970.
+    """
     found = _own(member, now)
     if sum(len(name) + len(text) for name, text in member.info.items()) > _INFO_NCHARS:
         del found["info"]

@@ -124,7 +124,10 @@ class History:
         return None if self._whole else max(LEAST, WHOLE // max(1, self.spans.tracks))
 
     def _listed(self) -> list[Record]:
-        """Return the newest events, routine or not, in the order of their numbers."""
+        """Return the newest 200 routine events and the newest 200 others, by number.
+
+        An event is routine if it tells of ordinary success, such as a commit.
+        """
         return sorted((*self._events[False], *self._events[True]), key=lambda record: record.seq)
 
     def _told_events(self, records: Iterable[Record]) -> Tree:
@@ -151,13 +154,20 @@ class History:
 
 
 def key(span: Span) -> str:
-    """Return the span's key in the document, such as ``sync17``; an event may begin
-    several kinds."""
+    """Return the span's key in the document, such as ``sync17``.
+
+    It has kind and number: spans of different kinds may begin with the same event,
+    whose number they share.
+    """
     return f"{span.kind}{span.id}"
 
 
 def _part(part: Span, span: Span) -> tuple[str, float, float]:
-    """Return name, start and end of a part, in seconds from the span's start."""
+    """Return name, start and end of ``part``, which is a phase of ``span``.
+
+    The times are in seconds from the start of ``span``. A phase that has not ended ends
+    when it starts.
+    """
     end = part.end if part.end is not None else part.start
     return part.name, round(part.start - span.start, 4), round(end - span.start, 4)
 

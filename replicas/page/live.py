@@ -86,9 +86,8 @@ class Places:
     def take(self, address: str, trusted: bool, end: Callable[[], None]) -> Iterator[None]:
         """Context manager: hold one of the places in the block.
 
-        If all are taken, another viewer loses one.
-
-        Call it only unless :meth:`full`.
+        If all are taken, another viewer loses its place. Call :meth:`full` first: if
+        that returns True, no viewer may lose one, and this call would exceed the limit.
 
         :param address: the viewer's IP address. :param trusted: whether the viewer has
             shown the token.
@@ -182,11 +181,13 @@ class Live:
             return self._packed[1]
 
     async def changes(self, after: str) -> AsyncIterator[bytes]:
-        """Yield server-sent events: each change after the document of number ``after``.
+        """Yield server-sent events: each change of the document after state ``after``.
 
         The first viewer starts the task that reads the run's state, the last one ends
-        it. An event ``beat`` comes without changes; after ``anew`` the viewer must
-        fetch the document.
+        it. An event ``beat`` comes after 5 s without changes. After the event ``anew``
+        this ends: the viewer must fetch the document again.
+
+        :param after: the ``number`` in the viewer's document, such as ``1f0c9a2e.17``.
         """
         self.viewers += 1
         try:
@@ -268,7 +269,10 @@ class Live:
 
     async def _refresh(self) -> float:
         """Read the run's state, and keep the changes of the document for viewers.
-        Return the seconds of loop time that this took."""
+
+        Return the CPU seconds that this took on the event loop's thread. By these the
+        caller chooses the next time, so that reading takes a small share of it.
+        """
         async with self._lock:
             if self._forgetting is not None:
                 self._forgetting.cancel()
@@ -292,8 +296,14 @@ class Live:
             return read_s + time.thread_time() - began
 
     async def _read(self) -> tuple[bool, float]:
-        """Add the events since the last call to the history. Return True if the history
-        is a new one, and the seconds of loop time used."""
+        """Add the events since the last call to the history.
+
+        If there is no history, or it lacks too many events, replace it by one of the
+        latest 20,000 events.
+
+        :returns: whether the history was replaced, so that viewers must fetch the
+            document again; and the CPU seconds that this took.
+        """
         last, used_s = self._source.last_event, 0.0
         fresh = self._history is None or last - self._history.seq > PAST
         if fresh:
@@ -318,7 +328,7 @@ class Live:
 
     @property
     def _past(self) -> History:
-        """The history, which must have been read."""
+        """The history; AssertionError before the first :meth:`_read`, or once freed."""
         assert self._history is not None
         return self._history
 

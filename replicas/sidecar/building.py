@@ -136,7 +136,9 @@ def connect_store(host: str, port: int, deadline: float) -> Any:
 
 
 def _store_timeout_s(deadline: float, number: int) -> float:
-    """Return the seconds of attempt ``number`` (from 1), within the deadline."""
+    """Return the timeout, in seconds, of attempt ``number`` (from 1) to connect to the
+    store. It grows with the number, and ends at the deadline (``time.monotonic()``).
+    """
     return max(0.05, min(STORE_CONNECT.after(number - 1), deadline - time.monotonic()))
 
 

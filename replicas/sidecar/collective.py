@@ -39,10 +39,12 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def piece_nbytes(nbytes: int, members: int) -> int:
-    """Return the size of a piece in bytes for ``nbytes`` along a chain of ``members``.
+    """Return the size, in bytes, of the pieces in which ``nbytes`` are passed along a
+    chain of ``members``.
 
-    The last member has everything (members - 2) pieces after the first receiver: so a
-    chain fills with at most a 16th of the bytes, unless its pieces would be too small.
+    The last member has all bytes later than the first receiver, by the time of
+    (members - 2) pieces. The size is such that this delay is a 16th of the whole time
+    at most, unless pieces would be smaller than :data:`PIECE_MIN_NBYTES`.
     """
     return max(PIECE_MIN_NBYTES, min(PIECE_MAX_NBYTES, nbytes // (16 * max(1, members - 2))))
 
@@ -50,8 +52,9 @@ def piece_nbytes(nbytes: int, members: int) -> int:
 def run_collective(
     group: CollectiveGroup, spec: CollectiveSpec, inputs: torch.Tensor | None, outputs: torch.Tensor | None
 ) -> None:
-    """Run one operation.
+    """Run one operation of this participant; block until its results are there.
 
+    An attempt after the loss of a member has fewer participants than the first attempt.
     ``inputs`` and ``outputs`` are uint8 tensors, laid out by
     :func:`replicas.core.base.manifest.segment_layout`:
 
@@ -136,9 +139,11 @@ class _Operation:
         self._region(self.outputs, 0, nbytes).copy_(self._region(self.inputs, 0, nbytes))
 
     def _reduce(self) -> Iterator[StartedWork]:
-        """Start the reductions, to all or to the root; yield the started works.
+        """Copy ``inputs`` to ``outputs``, and reduce there in place, to all or to the
+        root.
 
-        One for each run of tensors of one dtype, in ``outputs``.
+        Starts one reduction for all tensors of one dtype that follow each other, and
+        yields its work.
         """
         runs = list(self._runs())
         self._copy_inputs()
@@ -149,7 +154,11 @@ class _Operation:
                 yield self.group.reduce(tensor, self._root_rank, self.spec.reduce_op, self.deadline)
 
     def _reduce_scatter(self) -> Iterator[StartedWork]:
-        """Start a reduction to each participant, of its tensor; yield the works."""
+        """Copy ``inputs`` to ``outputs``, and reduce there in place.
+
+        Starts a reduction for each participant, of the segment that this participant
+        gets, to its rank; yields the works.
+        """
         tensors = self._reduced()
         self._copy_inputs()
         for rank, tensor in zip(self.spec.lane_ranks, tensors, strict=True):
@@ -253,7 +262,8 @@ class _Operation:
         return self.spec.lane_ranks[self.spec.root]
 
     def _one_each(self, participant: int) -> tuple[Segment, ...]:
-        """Return ``participant``'s segments: one for each member of the first attempt.
+        """Return ``participant``'s segments: one for each member of the first attempt,
+        also for members that were lost since then.
 
         :raises ValueError: their number is wrong.
         """
@@ -263,7 +273,8 @@ class _Operation:
         return segments
 
     def _runs(self) -> Iterator[torch.Tensor]:
-        """Yield own segments in ``outputs``, each run of one dtype as a flat tensor."""
+        """Yield own segments in ``outputs``: those of one dtype that follow each other
+        as one flat tensor, a view of ``outputs``."""
         segments = self.spec.segments[self.spec.me]
         offsets, total = segment_layout(segments)
         first = 0
@@ -339,6 +350,7 @@ def _padded(segment: Segment) -> int:
 
 
 def _unpadded(segments: Sequence[Segment]) -> int:
-    """Return the bytes up to the end of the last segment, as in a version's slot."""
+    """Return the number of bytes up to the end of the last segment, without the padding
+    behind it."""
     offsets, _ = segment_layout(segments)
     return offsets[-1] + prod(segments[-1].shape) * item_nbytes(segments[-1].dtype) if segments else 0

@@ -191,13 +191,14 @@ class CollectiveGroup(ABC):
         read: bool,
         write: bool,
     ) -> StartedWork:
-        """Start an operation, in place, or on a copy in staging memory.
+        """Start an operation on ``tensor``, in place or on a copy in staging memory;
+        return the started work, for which the caller waits.
 
-        Return it for waiting.
-
-        :param start: starts it on the tensor that it gets; returns torch's works.
+        :param start: starts the operation on the given tensor (``tensor`` or the copy);
+            returns torch's works.
         :param deadline: by ``time.monotonic()``, for the wait.
-        :param read: it reads ``tensor``. :param write: it changes ``tensor``.
+        :param read: the operation reads ``tensor``: a copy is filled first.
+        :param write: it changes ``tensor``: a copy is copied back after the wait.
         """
         if self._in_place(tensor):
             return StartedWork(start(tensor), deadline, wait_for=self._wait_for)
@@ -220,9 +221,11 @@ class CollectiveGroup(ABC):
     _wait_for = staticmethod(_wait)
 
     def _exchange(self, move: Callable[..., Any], peer: int, tensor: torch.Tensor) -> list[Any]:
-        """Start ``move`` of the tensor: a send to ``peer``, or a receive from there.
+        """Start to send the tensor to rank ``peer``, or to receive it from there.
 
         Returns the works to wait for.
+
+        :param move: method ``send`` or ``recv`` of torch's process group.
         """
         return [move([tensor], peer, 0)]
 
@@ -305,10 +308,12 @@ class NcclGroup(CollectiveGroup):
         return torch.empty_like(tensor, device=self._where), lambda: None
 
     def _exchange(self, move: Callable[..., Any], peer: int, tensor: torch.Tensor) -> list[Any]:
-        """Start ``move`` of the tensor as a batch; return the works to wait for.
+        """Start to send the tensor to rank ``peer``, or to receive it from there, as a
+        batch of one; return the works to wait for.
 
-        It is a send to ``peer`` or a receive from there. Alone, each pair of members
-        would need a communicator of its own.
+        Outside a batch, NCCL would make a communicator for each pair of members.
+
+        :param move: method ``send`` or ``recv`` of torch's process group.
         """
         self._backend._start_coalescing()
         super()._exchange(move, peer, tensor)

@@ -87,7 +87,8 @@ class Mailbox:
             frames.write_frame(self._channel, message)
 
     def _read_until(self, found: Callable[[], bool]) -> None:
-        """Main thread: interrupt the watch, and read the channel until ``found()``."""
+        """Main thread: have the watch thread stop reading, and read the channel here
+        until ``found()`` returns True; then the watch thread continues."""
         if not self._reading.acquire(blocking=False):
             os.eventfd_write(self._interrupt, 1)
             self._reading.acquire()

@@ -181,10 +181,11 @@ def _collect(
 
 @contextmanager
 def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
-    """Context manager: bind a port and, with ``listen``, greet callers on a thread.
+    """Context manager: check that the member's address can be bound and, with
+    ``listen``, listen there on a free port, and greet callers on a thread.
 
-    Yields (port, ""), (0, "") if it does not listen, or (0, the error's text) if the
-    address cannot be bound. Ends the thread and closes the port on exit.
+    Yields (port, error's text): the text is empty if all went well, and the port is 0
+    without ``listen`` or after an error. Ends the thread and closes the port on exit.
     """
     with ExitStack() as stack:
         try:

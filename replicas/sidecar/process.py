@@ -189,7 +189,8 @@ class SidecarProcess:
                 self._group.use(gpu)
 
     def _stream(self) -> AbstractContextManager[None]:
-        """Return a context on the sidecar's own stream; it is empty without a GPU."""
+        """Return a context manager that makes the sidecar's own CUDA stream the current
+        one in its block; it does nothing without a GPU."""
         return nullcontext() if self._gpu is None else self._gpu.on_side_stream(self._uuid)
 
     def _await_rank(self, *buffers: Buffer) -> None:

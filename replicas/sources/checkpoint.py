@@ -312,8 +312,8 @@ def _spec(name: str, entry: FileEntry, stand_in: str | None) -> TensorSpec:
     """Return name, dtype and shape of a tensor of a file, as torch has them.
 
     :param entry: of the tensor in the file's header.
-    :param stand_in: the dtype that a file of an old release, which had no code for it,
-        records as U8 bytes; None for other tensors.
+    :param stand_in: the real dtype of a tensor that a file of an old release stores as
+        bytes (U8), as that release had no code for the dtype; None for other tensors.
     :raises ValueError: torch does not have the dtype, or rows are not whole bytes.
     """
     known, shape, packed = stand_in or CODES.get(entry.dtype), entry.shape, PACKED.get(entry.dtype, 1)
@@ -335,7 +335,8 @@ def _tensor(data: mmap.mmap, start: int, name: str, entry: FileEntry, stand_in: 
     :param data: the mapped file. :param start: offset of the tensors' data in it, in
         bytes.
     :param entry: of the tensor in the file's header.
-    :param stand_in: dtype name to use where torch lacks the file's, or None.
+    :param stand_in: the real dtype of a tensor that a file of an old release stores as
+        bytes (U8); None for other tensors.
     :raises ValueError: the length of the bytes does not fit dtype and shape.
     """
     (first, end), spec = entry.data_offsets, _spec(name, entry, stand_in)

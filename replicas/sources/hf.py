@@ -144,9 +144,11 @@ class HfSource:
         return [(name, row.form.dtype, row.form.shape) for name, row in rows.items()]
 
     def resident(self) -> dict[str, torch.Tensor] | None:
-        """Return all tensors by name, as views of the model's own memory, which
-        ``publish`` copies at once; None if any has to be gathered, merged or
-        computed."""
+        """Return all tensors by name, as views of the model's own memory. Return None
+        if one has to be gathered, merged or computed.
+
+        ``publish`` copies such views together, in place of a walk over the tensors.
+        """
         plan = self._planner.plan()
         return _views(plan) if _is_resident(plan) else None
 

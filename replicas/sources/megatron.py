@@ -140,8 +140,8 @@ class MegatronSource:
         return ((name, tensor.detach().to(self._published(name, tensor.dtype))),)
 
     def _pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Call ``export`` to begin a walk; yield names and tensors, without steps that
-        have no tensor."""
+        """Call ``export`` to begin a walk; yield its names and tensors. Skip items
+        of the walk whose tensor is None."""
         for step in self._export():
             name, tensor, *_ = step
             if tensor is not None:

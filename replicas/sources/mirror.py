@@ -314,7 +314,8 @@ def _is_same(note: Version, version: Version) -> bool:
 
 
 def _is_beside(path: Path) -> bool:
-    """Return True for a file to copy beside a version: one without weights."""
+    """Return True if a file of the model's folder is copied beside each version: all
+    regular files are, except files of weights."""
     return path.is_file() and not path.name.endswith(_WEIGHTS)
 
 

@@ -48,9 +48,11 @@ _ENTRY = msgspec.json.Decoder(FileEntry)
 
 
 def read_header(fd: int) -> Header:
-    """Read the header of the safetensors file of a descriptor, whose position stays.
+    """Read and check the header of the safetensors file that ``fd`` has open, without
+    changing the file position of ``fd``.
 
-    :raises ValueError, msgspec.DecodeError: safetensors would refuse the file, too.
+    :raises ValueError, msgspec.DecodeError: the header is not valid; safetensors would
+        refuse the file, too.
     """
     length, room = int.from_bytes(os.pread(fd, 8, 0), "little"), os.fstat(fd).st_size - 8
     if not 2 <= length <= min(_HEADER_NBYTES, room):

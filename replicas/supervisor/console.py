@@ -26,7 +26,7 @@ class Console:
     def __init__(self, descriptor: int = 2) -> None:
         """Write to this descriptor, stderr by default.
 
-        The first line starts the thread.
+        The first line starts the thread that writes all of them.
         """
         self._descriptor = descriptor
         self._lines: BackgroundQueue[str] = BackgroundQueue("console", self._show, self._missing)
@@ -69,7 +69,7 @@ class Console:
                 root.removeHandler(handler)
 
     def _missing(self, count: int) -> None:
-        """Print that ``count`` lines were dropped here.
+        """Print a note in the place of ``count`` lines that a full queue has dropped.
 
         Blocks; on the console's thread.
         """

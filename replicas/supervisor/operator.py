@@ -133,7 +133,7 @@ def _invitations(supervisor: Supervisor) -> Iterator[str]:
 
 
 def _named(config: Config) -> str:
-    """Return the config's path after a blank, as an argument in this folder, or ""."""
+    """Return a blank and the config's path, as a shell argument; "" without a path."""
     source = config.source
     if source is None:
         return ""
@@ -176,7 +176,7 @@ class _Operator:
         console: Console,
         preempting: frozenset[signal.Signals] = frozenset(),
     ) -> None:
-        """Start the task that waits for reloads; :meth:`listening` handles signals."""
+        """Start the task of reloads. ``preempting``: signals that mean a preemption."""
         self.started = asyncio.Event()
         self.preempted = False
         self._supervisor, self._notifier, self._watcher = supervisor, notifier, watcher
@@ -223,7 +223,7 @@ class _Operator:
         await asyncio.gather(*self._tasks, return_exceptions=True)  # each has reported its own error
 
     async def entered(self, stack: AsyncExitStack) -> bool:
-        """Start the supervisor in ``stack``. Return False if a signal undid it."""
+        """Start the supervisor in ``stack``. Return False if a signal cancelled it."""
         entered = False
         self._starting = asyncio.current_task()
         try:
@@ -335,7 +335,7 @@ class Notifier:
     """Sends sd_notify messages to a datagram socket, if it has an address."""
 
     def __init__(self, address: str = "", watchdog_s: float | None = None) -> None:
-        """Open a socket if there is an address; connect and send nothing."""
+        """Open a socket if there is an address; keep the watchdog's time, if any."""
         self.watchdog_s = watchdog_s
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) if address else None
@@ -344,7 +344,7 @@ class Notifier:
 
     @classmethod
     def from_environ(cls, environ: MutableMapping[str, str]) -> Notifier:
-        """Return a notifier; remove its variables, which replicas would inherit."""
+        """Return a notifier from systemd's variables; remove these from ``environ``."""
         address = environ.pop("NOTIFY_SOCKET", "")
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         ours = not pid or pid == str(os.getpid())
@@ -357,7 +357,7 @@ class Notifier:
         return self._socket is not None
 
     def send(self, **fields: str) -> bool:
-        """Send fields, and unsent ones, to systemd; never wait. False if that fails."""
+        """Send fields and unsent ones without waiting. Return False if that failed."""
         if self._socket is None:
             return False
         self._unsent.update(fields)
@@ -406,7 +406,7 @@ class Watcher:
         self._loop_at: float | None = None
 
     async def run(self) -> None:
-        """Send systemd ``READY=1``, then changes each second (faster: watchdog)."""
+        """Send ``READY=1``, then changes each second, or as the watchdog requires."""
         if not self._notifier.wanted:
             return
         watchdog_s = self._notifier.watchdog_s
@@ -423,7 +423,7 @@ class Watcher:
             self._notifier.send(STOPPING="1")
 
     def send_changes(self, now: float, **fields: str) -> None:
-        """Send ``fields``, a changed status line, and the watchdog's sign of life."""
+        """Send ``fields``, a changed status line, and a sign of life if due ``now``."""
         status = self._supervisor.status()
         line = status_line(status)
         if line != self._status:

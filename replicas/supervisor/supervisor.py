@@ -214,7 +214,7 @@ class Supervisor:
         return self
 
     async def _open(self, stack: AsyncExitStack, config: Config) -> None:
-        """Start all parts of the run; the end of ``stack`` ends them in reverse."""
+        """Start a run of ``config``; the end of ``stack`` ends its parts in reverse."""
         stack.callback(self._release)
         events = self._reporting.open(stack, self.state.open_events(config.run.events_max_nbytes), config.run.name)
         self._reporting.tell_of_leases(self.state.heritage.unseen)
@@ -258,7 +258,7 @@ class Supervisor:
     def _resume(self, saved: Saved) -> None:
         """Continue the ``saved`` state's drain, or apply a changed config, in a task.
 
-        A preemption concerns one machine: it continues only with the same agent here.
+        A preemption concerns one machine: it continues only if this agent still lives.
         """
         preempted = saved.draining == "preempted"
         if saved.draining and self.config.run.adopt_s and (self.state.heritage.known is not None or not preempted):
@@ -339,7 +339,7 @@ class Supervisor:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the run as far as known now."""
+        """The exit code of the run; before its end, the code that is known so far."""
         if self._preempted:
             return PREEMPTED
         fleet = self._fleet
@@ -363,7 +363,8 @@ class Supervisor:
 
         Waits for the end of drained replicas, not for new ones.
 
-        :raises replicas.errors.UsageError: no such group, a bad number, or in a drain.
+        :raises replicas.errors.UsageError: no such group, a bad number, or the run is
+            being drained.
         :raises replicas.errors.BadConfig: the replicas do not fit this machine.
         :raises replicas.errors.WorldError: writing the new size failed.
         """
@@ -669,7 +670,7 @@ class Supervisor:
         return saved
 
     def _on_channel_event(self, event: ChannelEvent) -> None:
-        """Emit the event; tell its replica of a lost member or the end of a sync."""
+        """Emit the event; tell its replica of a lost member, or that its sync ended."""
         self.emit(event)
         if self._fleet is None:
             return  # members reconnect while the run is being started

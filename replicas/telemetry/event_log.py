@@ -126,8 +126,8 @@ class EventLog:
         return record, line
 
     def _pass_on(self, record: Record) -> None:
-        """Count a record in the tally, give it its place in memory, and wake the
-        followers."""
+        """Count a record in the tally, add it to the newest records that are kept in
+        memory (the oldest of them is dropped), and wake the followers."""
         self.tally.count(record.event, record.at)
         self.seq = record.seq
         self._ring.append(record)
@@ -159,8 +159,10 @@ class EventLog:
                 await news.wait()
 
     def after(self, position: int) -> list[Record]:
-        """Return some of the next records above number ``position``, from memory or the
-        files; empty if there are none. Rotated records are left out."""
+        """Return the next records above number ``position``, in order, but not always
+        all: a call returns those in memory, or one piece of a file. Call it again with
+        the last number until the list is empty. Records whose file has been deleted
+        are skipped."""
         if position >= self.seq:
             return []
         first = self._ring[0].seq if self._ring else self.seq + 1
@@ -292,8 +294,8 @@ def _older(path: Path) -> Path:
 
 
 def _chunk(path: Path, after: int) -> list[Record]:
-    """Return some of the next records above ``after``, of the file or the rotated one;
-    empty at the end."""
+    """Read the next records numbered above ``after``, in order, from the rotated file
+    or the file; return about 256 KiB of them, or an empty list if there are none."""
     with ExitStack() as stack:
         for file in reversed(_opened(path, stack)):
             file.seek(_offset(file, after))

@@ -183,7 +183,7 @@ _CHANNEL = (
 def _needed(group: GroupStatus) -> int:
     """Return how many ready replicas the group needs, as the supervisor counts.
 
-    All expected replicas of an external group count.
+    An external group is expected to have its full size, however many have joined.
     """
     expected = group.size if group.launcher == "external" else len(group.replicas)
     return needed_replicas(group.min_ready, expected)

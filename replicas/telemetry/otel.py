@@ -152,8 +152,11 @@ class _Writer:
             self._export_span(span, f"catch_up {channel}", facts | {"members": tuple(span.attributes["members"])}, None)
 
     def _sync(self, span: Span, channel: str) -> None:
-        """Export a sync and its parts, as children of the span in which its trainer
-        published; keep its context for the loads to come."""
+        """Export a sync, as a child of the span in which its trainer published, and the
+        parts of the sync as its own children.
+
+        Store the context of the exported span, as parent of the loads that follow.
+        """
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         facts = span.attributes | {"channel": channel}

@@ -37,8 +37,12 @@ class Scrapes:
             self._told.discard(first)
 
     def due_s(self, now: float) -> float:
-        """Return how many seconds the run's end should be delayed so that regular
-        clients see it in a scrape; 0 if none is missing, or it is overdue."""
+        """Return how many seconds the supervisor should wait with its exit, so that
+        clients which scrape regularly see the run's end in one more scrape. Return 0 if
+        all have seen it, or are so late that they probably do not come again.
+
+        :param now: the present time, in seconds of a monotonic clock.
+        """
         waits_s = 0.0
         for client, (before, last) in self._times.items():
             interval_s = last - before

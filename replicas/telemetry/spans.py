@@ -191,8 +191,8 @@ class Spans:
         self._open_span("run", "supervisor", f"process {event.pid}", version=event.version, resumed=event.resumed)
 
     def _check_order(self, record: events.Record) -> None:
-        """Add a mark if numbers of events are missing before this one, or the clock was
-        set back; note the time without events."""
+        """Add a mark if events are missing before this one, by its number, or the clock
+        was set back. Add the time of missing events to :attr:`unknown`."""
         missing, before = record.seq - self.seq - 1, self.at
         if missing:
             text = f"{missing} events before this one are not in the log, or of another release"
@@ -254,8 +254,8 @@ class Spans:
         return self._open_span(track, "generation", name, number=event.generation, nodes=event.nodes, **more)
 
     def _exited(self, event: events.ReplicaExited) -> None:
-        """End the spans of a generation and its versions, and note how the ranks
-        ended."""
+        """Store how the ranks of a generation ended, as attributes of its span; end the
+        span, and those of its versions."""
         track = track_of(event)
         life = self._open.get((track, "generation", ""))
         if life is not None and life.attributes["number"] == event.generation:
@@ -265,8 +265,8 @@ class Spans:
             self._end_versions(track)
 
     def _loaded(self, event: effects.ReplicaLoaded) -> None:
-        """Begin the span of a loaded version; end that of the channel's version
-        before."""
+        """Begin the span of a version that a replica has loaded; end the span of the
+        version that it served on the channel until now."""
         track, channel, version = track_of(event), event.channel, event.version
         serves = self._open.get((track, "version", channel))
         if serves is not None and serves.attributes["version"] == version:
@@ -302,11 +302,12 @@ class Spans:
     def _between(
         self, pulled: Mapping[str, Mapping[str, int]], moved_to: Mapping[str, int], publisher: str
     ) -> dict[str, dict[str, int]]:
-        """Return the bytes of a sync by the node that they came from, and by the node
-        they went to. An unknown node is named by its replica.
+        """Return the bytes of a sync as {node they came from: {node they went to:
+        number}}. An unknown node is named by its replica.
 
         :param pulled: bytes by taking member and giving member.
-        :param moved_to: bytes by replica; used if ``pulled`` is empty.
+        :param moved_to: bytes by taking replica, if ``pulled`` is empty; ``publisher``
+            is the member that gave them, and without it the result is empty.
         """
         found: dict[str, dict[str, int]] = {}
         ways = [(holder, member, nbytes) for member, givers in pulled.items() for holder, nbytes in givers.items()]
@@ -325,14 +326,14 @@ class Spans:
         return "+".join(dict.fromkeys(lives[-1].attributes["nodes"])) or name if lives else name
 
     def _node_changed(self, event: events.NodeChanged) -> None:
-        """Begin the span of a node's new state."""
+        """Begin the span of a node's new state, and end that of the state before."""
         track = track_of(event)
         known = self._open.get((track, "node", ""))
         if known is None or known.name != event.after:
             self._open_span(track, "node", event.after, reason=event.reason, address=event.address)
 
     def _run_ended(self, event: events.RunEnded) -> None:
-        """Note the exit code, and end all open spans."""
+        """Store the exit code in the supervisor's span, and end all open spans."""
         if (own := self._open.get(("run", "supervisor", ""))) is not None:
             own.attributes |= {"exit_code": event.exit_code, "reason": event.reason}
         for key in list(self._open):
@@ -371,8 +372,8 @@ class Spans:
         return span
 
     def _close_without_end(self, track: str, kind: str, key: str = "") -> None:
-        """End a span whose end event is missing, at a presumed time
-        (``unknown_end``)."""
+        """End a span whose end event is missing, as of the last event before the gap,
+        and give it the attribute ``unknown_end``."""
         if (span := self._finish(track, kind, key, at=self._doubt_at)) is not None:
             span.attributes["unknown_end"] = True
 

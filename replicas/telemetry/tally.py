@@ -177,8 +177,8 @@ class Tally(msgspec.Struct):
                     setattr(self, name, getattr(fresh, name))
 
     def lost_event(self) -> None:
-        """Count an event that could not be written; the ``EventsLost`` that reports it
-        later then adds nothing."""
+        """Count an event that could not be written to disk. The ``EventsLost`` event
+        that reports the loss later does not count it again."""
         self.events_lost += 1
         self.events_untold += 1
 
@@ -235,8 +235,11 @@ class Tally(msgspec.Struct):
             phases.setdefault(phase, Histogram()).observe(seconds, SYNC_BUCKETS)
 
     def _decided(self, event: VersionDecided, at: float) -> None:
-        """Count a decision about a version; if targets load a version by it, note
-        when."""
+        """Count a decision about a version. If targets have to load the version now
+        (``promoted``, ``rolled_back``), record its time, from which lags are computed.
+
+        :param at: time of the event, in seconds since 1970.
+        """
         _add(self.decided.setdefault(event.channel, {}), event.what)
         lists = {"promoted": (self.promotions,), "rolled_back": (self.promotions, self.commits)}
         for versions in lists.get(event.what, ()):
@@ -246,7 +249,11 @@ class Tally(msgspec.Struct):
 
     def shown_in(self, status: RunStatus, now: float = 0.0) -> RunStatus:
         """Return a copy of the status in which the counters of replicas, groups and
-        channels have the values of this tally. ``now``: in seconds since 1970."""
+        channels have the values of this tally.
+
+        :param now: the present time, in seconds since 1970, up to which the lags of
+            replicas are computed.
+        """
         promoted = {channel.name for channel in status.channels if channel.follow == "promoted"}
         due = self.commits | {name: self.promotions.get(name, []) for name in promoted}
         groups = (
@@ -287,9 +294,9 @@ class Tally(msgspec.Struct):
     def _replica(self, status: ReplicaStatus, due: Times, now: float) -> ReplicaStatus:
         """Return a copy of a replica's status with received bytes and lags.
 
-        :param due: by channel: each version, and since when targets have been to load
-            it.
-        :param now: in seconds since 1970.
+        :param due: (version, time) pairs of each channel: since when targets should
+            have loaded that version.
+        :param now: the present time; all times are in seconds since 1970.
         """
         received = {name: counts[status.name] for name, counts in self.received.items() if status.name in counts}
         lag_s = {name: _lag_s(due.get(name, ()), version, now) for name, version in status.versions.items()}

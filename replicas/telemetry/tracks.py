@@ -91,7 +91,8 @@ def parts(span: Span) -> Iterator[Span]:
     """Yield the phases and transfers of a sync that has ended, or the load of a
     version, as new spans; nothing for spans of other kinds.
 
-    Phases that overlapped are drawn so that they end when the next part could begin.
+    Only the duration of a phase is known, not its start: phases are laid out one after
+    another, and those that ran at the same time overlap.
     """
     if span.kind == "version" and span.attributes["load_s"]:
         load_s, name = span.attributes["load_s"], f"load {span.attributes['version']}"

@@ -162,8 +162,8 @@ def _common_trouble(
 
 
 def _until(replicas: Sequence[ReplicaStatus], now: float) -> float | None:
-    """Return when the last of the present states of these replicas ends at the latest,
-    in seconds since 1970, or None if that is unknown for one."""
+    """Return the time, in seconds since 1970, by which all these replicas have left
+    their present states. Return None if one of the states has no known limit."""
     left_s = [one.left_s for one in replicas if one.left_s is not None]
     return now + max(left_s) if left_s and len(left_s) == len(replicas) else None
 

@@ -62,11 +62,14 @@ def outcome_text(outcome: str) -> str:
 
 
 def concerns(record: events.Record, target: str, *, itself: bool = False) -> bool:
-    """Return True if the event concerns ``target`` or a part of it, what ``target`` is
-    a part of, or the whole run.
+    """Return True if the event concerns ``target``.
 
-    :param target: name of a group, replica or rank, such as ``rollout/1``.
-    :param itself: the event must be of the target, or of a part of it.
+    It does if it is an event of the target, of a part of it (for the replica
+    ``rollout/1`` its rank ``rollout/1/0``), of its replica or group (``rollout``), or
+    of the whole run.
+
+    :param target: name of a group, replica or rank.
+    :param itself: only events of the target and its parts count.
     """
     member = getattr(record.event, "member", None)
     who = subject(record.event) if member is None else member.name
@@ -75,11 +78,11 @@ def concerns(record: events.Record, target: str, *, itself: bool = False) -> boo
 
 
 def routine(event: events.Event) -> bool:
-    """Return True for an event of ordinary success, such as a committed version, and
-    for an event that another event explains.
+    """Return True if people need not see the event: it tells of ordinary success, such
+    as a committed version, or repeats what another event tells.
 
-    A change of state tells how the replica ended and which version it had;
-    ``LoadFailed`` why a version was not loaded by all ranks.
+    For instance the change of a replica's state tells how its programs exited, and
+    ``LoadFailed`` tells why a version was not loaded by all ranks.
     """
     if isinstance(event, effects.SyncEnded):
         return event.record.outcome == "committed" and not event.record.lost

@@ -70,7 +70,9 @@ class _Watched:
     """
 
     def __init__(self, engine: Engine, calls: list[str]) -> None:
-        """Wrap an engine; append the names of its called verbs to ``calls``."""
+        """Wrap ``engine``: each call of one of its verbs (the methods of
+        :class:`replicas.engine.Engine`) appends the verb's name to ``calls``.
+        """
         self._engine, self.calls = engine, calls
         self.before: dict[str, Callable[[], object]] = {}
         self.after: dict[str, Callable[[], object]] = {}
@@ -82,9 +84,10 @@ class _Watched:
         return partial(self._call, name, found) if name in _LOGGED else found
 
     def _call(self, name: str, verb: Callable[..., Any], *arguments: Any) -> Any:
-        """Record the verb's name, and call the verb between the functions that the
-        scene has set in ``before`` and ``after``; return the verb's result. Assert that
-        no other verb is under way."""
+        """Append ``name`` to ``calls``, and call the engine's method ``verb``; before
+        and after it call the functions of this name that the scene has put into
+        ``before`` and ``after``. Return the result. Assert that no other method is
+        under way."""
         self.calls.append(name)
         self._under_way += 1
         assert self._under_way == 1, f"{name} is called during another verb"
@@ -200,7 +203,8 @@ class _Stage:
         assert found == value, f"the server computes with {found}, and version {newest} is {value}"
 
     def ends(self) -> BaseException | None:
-        """Wait for the end of the follower; return its error, or None."""
+        """Wait for the end of the follower, for at most the trial's limit; return the
+        error that ended it, or None if it was stopped."""
         self.until(lambda: not self.thread.is_alive(), "the end of the follower")
         return self.error
 
@@ -301,8 +305,8 @@ def _does_not_fit(stage: _Stage, change: Callable[[str, torch.Tensor], tuple[str
 
 
 def _killed(stage: _Stage, verb: str) -> None:
-    """Check that the follower ends with an error when the server is killed as ``verb``
-    begins."""
+    """Check that the follower ends with an error when the server is killed just before
+    the engine's method ``verb`` (its name, such as "load") is called."""
     with stage.following() as engine:
         stage.publish(1.0)
         stage.wait_until_served(1.0)
@@ -317,8 +321,8 @@ def _killed(stage: _Stage, verb: str) -> None:
 
 
 def _the_follower_dies(stage: _Stage, verb: str) -> None:
-    """Check that a second follower has the server serve again when the first one dies
-    right after a ``verb`` of the engine, such as "load"."""
+    """Let the follower die right after it has called the engine's method ``verb`` (its
+    name, such as "load"); check that a second one has the server serve again."""
     with stage.following() as engine:
         stage.publish(1.0)
         stage.wait_until_served(1.0)

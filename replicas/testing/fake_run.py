@@ -158,6 +158,10 @@ class FakeRun:
         """Return the environment variables of a rank, as the supervisor would set them;
         set none.
 
+        :param replica: index in the group; "auto": the coordinator chooses it at the
+            join.
+        :param rank: number of the rank in its replica, which has ``world_size`` ranks.
+
         ::
 
             for name, value in run.environ("rollout").items():

@@ -48,10 +48,12 @@ class Wire:
 
     @property
     def heard(self) -> float:
-        """Time (``time.monotonic()``) of the coordinator's last message; while frozen,
-        now.
+        """Time (``time.monotonic()``) of the coordinator's last message. While the wire
+        is frozen, the present time.
 
-        A stopped process would not count the time, and reads first when it wakes.
+        So the session does not see a silence of the coordinator: a process that is
+        really stopped does not notice the time, and reads the waiting messages when it
+        wakes.
         """
         return time.monotonic() if self.frozen is not None else self._heard
 

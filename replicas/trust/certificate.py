@@ -32,7 +32,7 @@ _NAME = "replicas"
 def key_hash(certificate: bytes) -> str:
     """Return the SHA-256, in hexadecimal, of the public key of a certificate (in DER).
 
-    Join tokens have the same.
+    A join token contains this hash of the control port's key; clients compare the two.
 
     :raises ValueError: it is malformed, or its key is of an unknown kind.
     """
@@ -154,7 +154,10 @@ def _context(certificate: Path, key: Path | None = None) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    """Raise ValueError: OpenSSL calls this if the key in a file has a password."""
+    """Raise ValueError instead of returning a password, as none is configured.
+
+    OpenSSL calls this if the private key in a file is encrypted.
+    """
     raise ValueError("the key has a password")
 
 

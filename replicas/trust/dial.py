@@ -36,6 +36,7 @@ class PortConnection(ClientConnection):
     async def handshake(self, *given: Any, **options: Any) -> None:
         """Send the request, which has the token, to a port of ``owners`` only.
 
+        :param given: passed on to the handshake of websockets, with ``options``.
         :raises ConnectionRefusedError: the port is another user's; nothing was sent.
         """
         if self.owners is not None:

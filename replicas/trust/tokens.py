@@ -239,8 +239,13 @@ class Tokens:
 
     @contextmanager
     def watched(self, headers: Mapping[str, str], end: Callable[[], None]) -> Iterator[None]:
-        """Context manager: call ``end``, on the thread that does so, if the token in
-        the headers of this connection is retired within the block."""
+        """Context manager: call ``end`` if the token in ``headers`` is retired in the
+        block.
+
+        :param headers: of the request that opened the connection.
+        :param end: ends the connection. Called on the thread that retires the token, in
+            :meth:`rotate`, :meth:`revoke_old` or :meth:`replace_by`.
+        """
         key = object()
         self._watched[key] = _secret_of(headers.get("authorization", "").encode()).decode("latin-1"), end
         try:

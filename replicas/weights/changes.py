@@ -105,10 +105,11 @@ class Difference:
         Maps the base's memory for reading.
 
         :param image: uint8 of shape ``[manifest.image_nbytes]``, header included.
-        :param base: the memory of an image of the same manifest, opened without a lock;
-            closed when this object's ``with`` block ends. If None, all tensors count as
-            changed.
-        :param sharing: how many processes of this host compare at the same time.
+        :param base: the memory of an image of the same manifest, opened without a lock,
+            so that its owner may overwrite it meanwhile; closed when this object's
+            ``with`` block ends. If None, all tensors count as changed.
+        :param sharing: how many processes of this host compare at the same time; each
+            starts fewer threads then.
         """
         self.places = places_of(manifest)
         self._data, self._manifest, self._base = image[manifest.data_offset :], manifest, base
@@ -222,6 +223,7 @@ class Difference:
         """Return the indices of a tensor's changed elements, rising (int64).
 
         They count in the flattened tensor. Return None if all of it counts as changed.
+        The tensor is compared with the base now, unless that is done.
         """
         found = self._found(name)
         return None if found is None else torch.from_numpy(found[0].positions[found[1]])

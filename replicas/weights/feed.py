@@ -86,7 +86,8 @@ class Ties:
         self._first: dict[object, str] = {}
 
     def alias(self, name: str, value: object) -> str | None:
-        """Return the first name that came with this same tensor; None if it is new."""
+        """Remember a tensor under ``name``. Return the first name that came with the
+        same tensor, or None if it is new. Other values are ignored, and get None."""
         if not isinstance(value, torch.Tensor) or is_lazy(value):
             return None
         try:
@@ -168,8 +169,7 @@ class Feed:
         """Return the manifest (names, dtypes, shapes, offsets) of all weights, without
         walking them; None for a plain iterable.
 
-        :raises ManifestMismatch: a value cannot be published; the caller drains the
-            feed.
+        :raises ManifestMismatch: a value cannot be published; the caller must drain.
         """
         entries = self.known_entries()
         if entries is not None:
@@ -279,7 +279,8 @@ class Feed:
         self._ties = Ties() if self._known is not None else None
 
     def _step(self) -> tuple[Any, Any] | None:
-        """Return the next (name, value), (None, step) if malformed, None at the end."""
+        """Take the walk's next item. Return it as (name, value), or as (None, item) if
+        it is not a pair; None at the end of the walk."""
         if self.finished:
             return None
         self._open()
@@ -376,7 +377,7 @@ class Feed:
         return Entry(name, taken, dtype, shape, box)
 
     def _published(self, name: str, dtype: torch.dtype) -> str:
-        """Return the name of the dtype to publish: the feed's if the cast applies."""
+        """Return the name of the dtype in which a tensor of ``dtype`` is published."""
         if self.dtype is None or not is_castable(dtype) or dtype == self.dtype or is_scale(name):
             return dtype_name(dtype)
         keeps = getattr(self.weights, "keeps_dtype", None)

@@ -15,7 +15,9 @@ CHUNK = 1 << 22
 
 
 def not_finite(data: torch.Tensor, manifest: PartManifest) -> dict[str, int]:
-    """Return how many NaN and infinite values each tensor has, without zeros.
+    """Return how many NaN and infinite values each tensor has, by its name.
+
+    Tensors without such values are left out.
 
     :param data: the data section of an image (a whole version), or a packed part (one
         rank's bytes); on any device.

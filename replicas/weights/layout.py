@@ -229,7 +229,8 @@ def places_of(manifest: Manifest, again: tuple[str, ...] = ()) -> Places:
 
     The last four results are cached.
 
-    :param again: names of tensors to list a second time, for further copies.
+    :param again: names of tensors to list a second time, at the end: a load copies
+        these to a second tensor of the model.
     """
     found = _KNOWN.get((manifest.hash, again))
     if found is None:

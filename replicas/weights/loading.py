@@ -102,8 +102,8 @@ def piece_pairs(
     Copies nothing; both are integers of the elements' size.
 
     :param manifest: the layout of ``data``.
-    :param source: uint8: a packed part (one rank's bytes), from the begin of its memory
-        on.
+    :param source: uint8: the packed part (one rank's bytes) from which the pieces are;
+        each is at its ``source_offset``.
     :param data: the data section of an image (a whole version).
     """
     for piece in pieces:
@@ -297,7 +297,8 @@ def _match_names(
 ) -> dict[str, str]:
     """Return the name of the version's tensor that each target gets, by target name.
 
-    Of tied targets one is left for each tensor that they get.
+    Where several tied targets (names of one tensor) get the same tensor of the version,
+    only the first of them is in the result, so that it is written once.
 
     :param targets: the model's values by name. :param names: of the version's tensors.
     :param aliases: (other name, name) of tied tensors of the version.

@@ -139,10 +139,10 @@ def _copy(
 ) -> None:
     """Copy each source to the destination of the same index, in the bytes' order.
 
-    Some are on a device; then the copies are only enqueued.
+    If some are on a device, their copies are only enqueued.
 
     :param kinds: dtypes and shapes that the sources must have.
-    :param sources: aliases, which keep their storages.
+    :param sources: detached aliases, which keep the memory of the user's tensors.
     :raises ManifestMismatch: a source is not as ``kinds`` says, or has no memory.
     """
     for index, source in enumerate(sources):
@@ -161,9 +161,9 @@ class Planned:
     """The layout of the last publish's values: manifest, and tensors' offsets."""
 
     def __init__(self, feed: Feed, entries: Sequence[Entry], manifest: PartManifest) -> None:
-        """Remember where ``manifest`` has the feed's values, one for each entry.
+        """Remember where each value of the feed is in ``manifest``; keep no tensor.
 
-        Keep no tensor.
+        :param entries: the checked entry of each value, in the feed's order.
         """
         known = feed.known() or {}
         values = [value for value in known.values() if value is not None]
@@ -195,12 +195,13 @@ class Planned:
         self._usable = tensors is not None and self._find_memory(tensors) is not None
 
     def first_sources(self, entries: Sequence[Entry]) -> Found | None:
-        """Return the tensors of the planned ``entries``, and where their memory is;
-        None if one needs a gather."""
+        """Return the tensors of the ``entries`` that this was made of, and their
+        memory; None if one is gathered (a DTensor), as it gets its tensor only in the
+        walk."""
         return None if self._gathers else self.kinds.find_memory(self._own_tensors(entries))
 
     def _own_tensors(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
-        """Return the entries' tensors in the bytes' order; empty with gathers."""
+        """Return the entries' tensors in the bytes' order; none if any is gathered."""
         picks = () if self._gathers else self._picks
         return [tensor for number in picks if (tensor := entries[number].tensor) is not None]
 
@@ -428,8 +429,8 @@ def stage(feed: Feed) -> Staged:
     """Walk ``feed`` to its end; return private CPU copies of all tensors.
 
     :raises ManifestMismatch: a value cannot be published; the feed has been drained.
-    :raises UsageError: an image has no tensors: committed, it would refuse the model
-        that follows. One of several ranks may have no part.
+    :raises UsageError: the feed is a whole image and has no tensors, which would fit no
+        model. (The part of one of several ranks may be empty.)
     """
     entries: list[Entry] = []
     try:

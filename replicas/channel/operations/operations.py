@@ -109,7 +109,11 @@ class RankOperations(Part):
         return job.pending
 
     def _scratch(self, operation: OperationCall) -> Scratch:
-        """Return the pool of buffers: on the GPU of tensors and slots, or host."""
+        """Return the pool of buffers for an operation's copies; make it if missing.
+
+        Its buffers are on the GPU that holds the channel's slots (``staging =
+        "device"``) if the tensors of ``operation`` are on a GPU, else in host memory.
+        """
         device = self._hub.device if operation.gpu else ""
         return self._scratches.setdefault(device, Scratch(f"replicas-{self._hub.name}", device))
 
@@ -134,9 +138,11 @@ class RankOperations(Part):
         }
 
     def new_term(self) -> None:
-        """Fail the operations that the old coordinator knew; post the others again.
+        """Handle a restarted coordinator: fail the operations that the old one knew.
 
-        A success that it did not confirm becomes OutcomeUnknown.
+        They fail with Disconnected, or with OutcomeUnknown if this rank has reported
+        that its part is done. Operations that were posted after the connection was lost
+        are sent to the new coordinator.
         """
         # no coordinator has seen these
         unsent = [job for job in self._jobs.values() if job.outage and job.outage == self._hub.down_since]
@@ -171,7 +177,10 @@ class RankOperations(Part):
         self._send(job)
 
     def _send(self, job: Job) -> None:
-        """Send the job's OperationPost; end the job if that is too large."""
+        """Send the job's OperationPost, which describes the call, to the coordinator.
+
+        If the message is too large, fail the job with UsageError instead.
+        """
         operation = job.operation
         job.unsettled = self._unknown.refs
         message = wire.OperationPost(
@@ -259,9 +268,10 @@ class RankOperations(Part):
         await lane.run(left, operation.kind, operation.reduce_op, job.inputs, attempt.outputs)
 
     def _as_wire(self, error: BaseException) -> wire.WireError:
-        """Convert an attempt's error; a refusal by the sidecar becomes a UsageError.
+        """Convert an attempt's error to the form in which OperationFailed has it.
 
-        A refusal comes before any byte has moved.
+        If the sidecar refused the operation before any byte moved, make it a
+        UsageError, since a retry cannot help.
         """
         if isinstance(error, SidecarFailed) and not error.over:  # refused before any bytes moved: a retry cannot help
             error = errors.UsageError(str(error), channel=self._hub.name, phase="transfer")
@@ -289,9 +299,12 @@ class RankOperations(Part):
             self._hub.spawn(self._finish(job, message.receipt), f"result of {job.operation.kind}")
 
     async def _finish(self, job: Job, data: wire.ReceiptData) -> None:
-        """Write the results on a worker thread.
+        """Write a successful job's results into the caller's tensors, on a worker
+        thread.
 
-        Then end the job with its receipt or error.
+        Then resolve the job with its receipt, or fail it if the write failed.
+
+        :param data: the receipt's data from the coordinator.
         """
         try:
             outcome = await asyncio.to_thread(self._write, job, data)

@@ -78,10 +78,14 @@ class OperationCall:
         return gpu_of((*self.inputs, *(self.targets or ())))
 
     def written(self, member: Member, *, each: bool) -> tuple[torch.Tensor, ...]:
-        """Return the caller's tensors that a success writes on ``member``.
+        """Return the caller's tensors that are written on ``member`` if it succeeds.
 
-        :param each: ranks of one number form a lane: a root without a rank means the
-            member's own rank of that replica, instead of rank 0.
+        They are empty for a member that gets no result, such as the source of a
+        broadcast.
+
+        :param each: True if the channel's peers have ``ranks = "each"``. Then a root
+            that is given as ``group/replica``, without a rank, is the rank of that
+            replica with the number of ``member``; otherwise it is rank 0.
         """
         names = {member.name, member.replica_name if each or not member.rank else ""}
         if (self.kind, self.root in names) in _WITHOUT_RESULTS:
@@ -138,6 +142,8 @@ class OperationCall:
     def _targets(self, go: OperationGo, found: Sequence[Segment]) -> tuple[torch.Tensor, ...] | None:
         """Return the caller's tensors to write; None if new tensors are to be made.
 
+        :param go: the coordinator's start message, with all participants' segments.
+            Tensors that the caller gave for members lost since the call are left out.
         :param found: dtypes and shapes of the results.
         :raises replicas.errors.RanksDisagree: the caller's tensors do not fit them.
         """
@@ -394,9 +400,13 @@ class Unknown:
             self._let_go(job)
 
     def _collect(self, job: Job, attempt: OperationAttempt, data: ReceiptData) -> Receipt:
-        """Write the results, on the thread that waits again; return the receipt.
+        """Write a kept operation's results into the caller's tensors.
 
-        :param attempt: the one that succeeded, with its buffer of outputs.
+        Runs on the thread that waits again, and then has the job's buffers released.
+
+        :param attempt: the attempt that succeeded, with its buffer of outputs.
+        :param data: the receipt's data from the coordinator.
+        :returns: the receipt, with the tensors.
         """
         receipt = job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
         self._hub.call(self._let_go, job)

@@ -95,11 +95,11 @@ class Scratch:
             too_many.close()
 
     def _give(self, buffer: Buffer, spoiled: bool) -> Buffer | None:
-        """Under the lock: keep the buffer in the pool.
+        """Under the lock: put ``buffer`` into the pool.
 
-        Return a buffer for the caller to free.
-
-        Return None if none is to be freed. ``spoiled`` as of :meth:`give`.
+        Return a buffer that the caller must free, or None. It is ``buffer`` if the pool
+        is closed, or if the buffer is on a GPU and ``spoiled`` (a process died while it
+        worked on it); else the oldest idle buffer, if there are too many.
         """
         if self._closed or (spoiled and self._device):
             return buffer
@@ -225,9 +225,11 @@ def copy_each(
 ) -> bool:
     """Copy pairs on the host, and enqueue those with a tensor on the ``device``.
 
-    Copies on the host use threads, and are waited for.
+    Copies on the host use threads, and are waited for. The enqueued ones, on the
+    current stream, are not.
 
     :param load: True if the destinations are the user's, False if the sources are.
+    :param device: the accelerator that some tensors are on; None: all are on the host.
     :returns: True if an enqueued copy involves host memory.
     :raises UsageError: a tensor has lost its memory.
     """

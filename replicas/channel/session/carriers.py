@@ -47,11 +47,11 @@ class Carriers(Part):
             self._announce(self._told)
 
     def _handle_lane_ahead(self, message: LaneAhead) -> None:
-        """Start what will send bytes to other hosts: this is expected soon.
+        """Handle LaneAhead: bytes will probably go to or from other hosts soon.
 
-        That is the carrier (a transfer server) or, on a channel that uses process
-        groups, a spare sidecar. Does not wait for it. Does nothing on a source's rank
-        that sends no bytes, but for a note that the channel has several hosts.
+        Start the process that does so, without waiting for it: the carrier (a transfer
+        server) or, on a channel that uses process groups, a spare sidecar. Start none
+        on a source's rank that sends no bytes. Note that the channel has several hosts.
         """
         self._hub.several_hosts = True
         settings = self._hub.settings

@@ -301,7 +301,13 @@ class HeldVersions(ToldVersions):
         self._wake()
 
     def set_labels(self, labels: dict[str, int], kept: tuple[int, ...]) -> None:
-        """Record the version of each label, and those that must be ``kept``."""
+        """Replace the labels and the set of versions that must not be evicted.
+
+        Then evict or unmap what is no longer needed, and wake waits for a free slot.
+
+        :param labels: the version of each label.
+        :param kept: versions to keep beside those that other rules keep.
+        """
         self.labels, self.kept = labels, frozenset(kept)
         self.forget_contents()
         self.protect()

@@ -61,10 +61,10 @@ class Part:
         self.new_term()
 
     def session_down(self, error: errors.ReplicasError) -> None:
-        """Handle 60 s without a session, repeatedly: fail waits with ``error``."""
+        """Fail waits with ``error``; called after each 60 s without a session."""
 
     def paused(self) -> None:
-        """Handle a suspension of this process: earlier messages may be out of date."""
+        """Drop what may be out of date, as this process was suspended for a while."""
 
     def versions_grown(self) -> None:
         """Handle that another version is complete here, or a newer one committed."""
@@ -93,7 +93,8 @@ class Hub:
     settings: wire.ChannelSettings
 
     def __init__(self, loop: SessionLoop, hello: wire.Hello, forkserver: str | None) -> None:
-        """Make the state; ``forkserver`` is the socket of the node's forkserver."""
+        """Make the state from ``hello``, with which this process joins. ``forkserver``
+        is the socket of the node's forkserver; if None, this process starts its own."""
         self.loop = loop
         self.hello = hello
         self.name = name = hello.channel
@@ -131,10 +132,9 @@ class Hub:
 
     @property
     def arena(self) -> Arena:
-        """The slots (memory for versions) of this process.
-
-        Not before the first Welcome.
-        """
+        """The slots (memory for versions) of this process. It raises AttributeError
+        before the first Welcome (the answer to Hello), which says how many there
+        are."""
         return self.held_versions.arena
 
     @property
@@ -174,11 +174,10 @@ class Hub:
         return kind(message, channel=self.name, **fields)
 
     def overdue_error(self, what: str, deadline_s: float, wanted: float = 0) -> errors.ReplicasError:
-        """Return DeadlineExceeded for ``what`` (a text); Disconnected if offline.
-
-        :param wanted: the oldest version that would end a wait; 0 if it is no such
-            wait.
-        """
+        """Return (do not raise) DeadlineExceeded for the work ``what`` (a text), or
+        Disconnected if there is no session. ``wanted``: of a wait for a version, the
+        oldest that would end it, which the text names if it is not published; else
+        0."""
         if not self.session.connected:
             for_s, where = time.monotonic() - self.down_since, f"{self.session.endpoint} for"
             text = f"{what} did not end: no session with the coordinator at {where} {for_s:.0f} s ({self._down_reason})"
@@ -227,9 +226,10 @@ class Hub:
         self._step = step
 
     def welcomed(self, welcome: wire.Welcome, resumed: bool) -> None:
-        """Take over settings and versions from a Welcome; make the slots if first.
+        """Take over settings and versions from a Welcome (the answer to a Hello).
 
-        Announces all open work to a new coordinator (neither first nor ``resumed``).
+        The first one makes the slots. A later one that is not ``resumed`` is a new
+        coordinator's: announce all open work to it.
         """
         first = not self.held_versions.opened
         if not first and welcome.settings.staging != self.settings.staging:
@@ -282,7 +282,7 @@ class Hub:
             self._guarded(self.tell, Part.paused)
 
     def disconnected(self, reason: str) -> None:
-        """Store when and why the connection was lost; time a report of long outages."""
+        """Record when and why the connection was lost; fail waits if it lasts 60 s."""
         self.down_since = time.monotonic()
         self._down_reason = reason
         self.after(DOWN_S, self._report_long_outage, self.down_since)
@@ -301,19 +301,21 @@ class Hub:
                 logger.exception("channel %s: going on after a bug in its end; please report this", self.name)
 
     def _report_long_outage(self, outage: float) -> None:
-        """Fail receives and watches each 60 s while ``outage`` (its start) lasts."""
+        """Fail receives and watches, now and each 60 s, if offline since ``outage``."""
         if self.over is None and not self.session.connected and outage == self.down_since:
             self.after(DOWN_S, self._report_long_outage, outage)  # again: more waits may begin
             self.tell(Part.session_down, self.overdue_error("the wait", DOWN_S))
 
     def _view(self, message: wire.View) -> None:
-        """Replace epoch and members by those of the message (or its changes)."""
+        """Replace epoch and members by those of a View, or apply it if it lists
+        changes."""
         kept = set(self.members).difference(message.left) if message.since else ()
         self.members = tuple(sorted({*message.members, *kept}))
         self.epoch = message.epoch
 
     def _record_commit(self, version: int, digest: str, content: int = 0) -> None:
-        """Record a commit (``content``: whose bytes it has); tell parts if newest."""
+        """Record a commit; tell the parts if it is the newest. ``digest`` may be "".
+        ``content``: the older version whose bytes it has; 0: it has its own."""
         if self.held_versions.committed(version, digest, content):
             self.tell(Part.versions_grown)
 
@@ -376,7 +378,7 @@ class Hub:
             logger.warning("channel %s: %s", self.name, _APART)
 
     def set_assigned(self, version: int) -> None:
-        """Session thread: keep ``version`` (0: none), which this rank loads next."""
+        """Session thread: protect ``version``, which this rank loads next; 0: none."""
         self.held_versions.assigned = version
         self.held_versions.protect()
 

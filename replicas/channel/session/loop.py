@@ -173,8 +173,9 @@ class SessionLoop:
         """Other threads: run a coroutine on the loop; block for its value.
 
         :param make: called on the loop; returns the coroutine.
-        :param timeout_s: limit in seconds; None if the coroutine has a deadline of its
-            own, and gives its result an owner, so that an interrupt loses nothing.
+        :param timeout_s: limit in seconds. None: the coroutine has a deadline of its
+            own, and runs to its end even if an interrupt ends this call: it must then
+            free its result itself, as no caller gets that.
         :raises TimeoutError: it took longer than ``timeout_s``. If the wait fails for
             any reason, the coroutine is cancelled, unless ``timeout_s`` is None.
         """
@@ -250,10 +251,11 @@ class SessionLoop:
         return forkserver
 
     def _keep_forkserver(self) -> str:
-        """Return the address of this process's own forkserver; keep one from now on.
+        """Return the address of this process's own forkserver.
 
-        The kernel kills it (by a death signal) when the session thread ends, at the
-        latest.
+        If there is none, make its socket; the process starts at the first connection,
+        and again if it dies. The kernel kills it (by a death signal) when the session
+        thread ends, at the latest.
         """
         if self._own_forkserver is None or self._own_forkserver.over:
             self._own_forkserver = KeptForkserver(os.environ, _log_given_up)
@@ -282,7 +284,13 @@ class SessionLoop:
         return carrier
 
     async def _make_carrier(self, address: str, port: int) -> Carrier:
-        """Start a carrier process; register its descriptors until it ends."""
+        """Start a carrier process that listens at ``address``, and return it.
+
+        Until it ends, its descriptors are in :attr:`inherited`, so that a forked child
+        of this process replaces them.
+
+        :param port: the first port to try, or 0 for any.
+        """
         carrier = await Carrier.start(address, port)
         self.inherited.add(carrier)
         carrier.ends.append(lambda: self.inherited.discard(carrier))

@@ -136,7 +136,9 @@ class Pending(Generic[T]):
     """
 
     def __init__(self, what: str, session_end: SessionEnd | None = None) -> None:
-        """Start without an outcome; ``what`` is for texts; ``session_end`` fails it."""
+        """Start without an outcome. ``what``: name of the operation, for texts. When
+        ``session_end`` is set (the session thread has ended), this fails with its
+        error."""
         self._what = what
         self._session_end = session_end or SessionEnd()
         self._pid = os.getpid()
@@ -252,7 +254,8 @@ class Pending(Generic[T]):
         return True
 
     def _outcome(self) -> T:
-        """Run work of settle_by, mark as told; return the value or raise the error."""
+        """Return the value, or raise the error, of an operation that has ended. First
+        run work of :meth:`Promise.settle_by`, if any. Mark the outcome as told."""
         if self._work is not None:
             locked(self._working, self._do_work)
         error = self._error
@@ -280,7 +283,7 @@ class Promise(Pending[T]):
 
     @property
     def observed(self) -> bool:
-        """True once a waiter was about to get the outcome: it stays as it is."""
+        """True once a waiter has found an outcome, which is never taken back then."""
         return self._observed
 
     def mark_reported(self) -> None:
@@ -323,7 +326,7 @@ class Promise(Pending[T]):
             return True
 
     def replace_unknown(self, outcome: T | BaseException) -> bool:
-        """Replace an OutcomeUnknown by the outcome; return False without one."""
+        """Replace OutcomeUnknown by ``outcome``; return False for any other outcome."""
         with self._ending:
             if not self.unknown:
                 return False
@@ -345,7 +348,7 @@ class Promise(Pending[T]):
         return True
 
     def abandon(self, error: BaseException) -> None:
-        """Replace :meth:`settle_by` work that has not run by ``error``."""
+        """Drop :meth:`settle_by` work that has not run; make ``error`` the outcome."""
         with self._working:
             if self._work is not None:
                 self._work, self._error = None, error

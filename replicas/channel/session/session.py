@@ -218,7 +218,8 @@ class Session:
             self._end(errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self._hello.channel))
 
     async def _use(self, connection: FrameConnection) -> None:
-        """Serve a connection until it is lost; raise _Fruitless without any gain."""
+        """Serve a connection until it is lost, and close it. Raise _Fruitless if that
+        was soon, and no new message was received, and none of ours acknowledged."""
         began = time.monotonic()
         ended: BaseException | None = None
         try:
@@ -236,7 +237,7 @@ class Session:
             raise _Fruitless(_text(ended) if ended is not None else "the coordinator closed the connection") from ended
 
     def _tell_wait(self, end: str) -> None:
-        """Log a wait for a coordinator, unless connected; ``end`` says how long."""
+        """Log, unless connected, that the session waits; ``end`` tells until when."""
         if not (self.connected or self._closing):
             name, why = self._hello.channel, self._last_error or "no answer yet"
             logger.warning("channel %s: waiting for a coordinator at %s, %s: %s", name, self.endpoint, end, why)
@@ -256,10 +257,8 @@ class Session:
         self._handler.session_over(error)
 
     def _pause_s(self, state: RetryCallState) -> float:
-        """Keep the last error, count fruitless tries; return the pause in seconds.
-
-        tenacity's callback after a failed try. A fruitless one brings a longer pause.
-        """
+        """After a failed try (tenacity's callback), keep its error, count it if
+        fruitless, and return the seconds to wait: more after a fruitless connection."""
         error = state.outcome.exception() if state.outcome is not None else None
         fruitless = isinstance(error, _Fruitless)
         self._in_vain += fruitless
@@ -352,7 +351,7 @@ class Session:
             self._handler.handle(frame.body)
 
     async def _write(self, connection: FrameConnection) -> None:
-        """Send queued messages as they come, and heartbeats; raise at the end."""
+        """Send queued messages as they come, and heartbeats, until a send fails."""
         beat = time.monotonic()
         while True:
             self._wake.clear()
@@ -397,7 +396,9 @@ class Session:
             self._handler.paused()
 
     def _decode(self, data: str | bytes) -> wire.ServerFrame:
-        """Decode a frame; if malformed, raise WebSocketException, or at last _Over."""
+        """Decode a frame. If it is malformed, raise WebSocketException, to reconnect;
+        raise _Over, which ends the session, if it is the fifth malformed one in a
+        row."""
         try:
             frame = wire.decode_server_frame(data if isinstance(data, bytes) else data.encode())
         except msgspec.DecodeError as error:

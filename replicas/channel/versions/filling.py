@@ -106,7 +106,7 @@ class PublishJob:
 
     @property
     def announced(self) -> bool:
-        """True if the coordinator was told that it is packed here, or has failed."""
+        """True if the coordinator was told of the packed version, or of the failure."""
         return self.streaming or self.unsettled or self.state in ("told", "failed")
 
     @property
@@ -120,10 +120,9 @@ class PublishJob:
         return max(0.0, self.deadline - time.monotonic())
 
     def begin_message(self, deadline_s: float) -> PublishBegin:
-        """Return the PublishBegin to send, to the first or a new coordinator.
-
-        :param deadline_s: seconds that the coordinator gives it.
-        """
+        """Return the message that announces this publish to the coordinator, also to a
+        restarted one. ``deadline_s``: seconds that the coordinator has for a
+        verdict."""
         version = self.version or self.asked_version
         return PublishBegin(self.number, version, deadline_s, self.meta, self.new_manifest, self.version != 0)
 
@@ -143,7 +142,8 @@ class PublishJob:
         )
 
     def receipt(self, epoch: int, staging: Literal["host", "device"]) -> Receipt:
-        """Return a receipt for a commit whose verdict did not arrive: no members.
+        """Return the receipt for a version that was committed, but whose verdict (with
+        the coordinator's data) did not arrive: it has no members and fewer phases.
 
         :param epoch: number of the newest membership known here.
         :param staging: where the channel's slots are.

@@ -156,7 +156,9 @@ class Loads:
         return self._base if self._base is not None and self._base.version == self._hub.loaded else None
 
     def open_base(self, base: Base | None, manifest: Manifest) -> Buffer | None:
-        """Map the memory of the version that was loaded last, without a lock.
+        """Map the memory of ``base`` (the version loaded last), to compare with it.
+
+        It takes no lock: the memory may be refilled while the caller reads it.
 
         :param manifest: of the version that is compared with it.
         :returns: a buffer that the caller closes; None if there is no base, it has
@@ -174,7 +176,10 @@ class Loads:
     # ------------------------------------------------------------ session thread
 
     def _send_can_load(self, wait: _Wait) -> None:
-        """Store the wait and send its CanLoad; fail the wait if the session is over."""
+        """Send that this rank can load a version (CanLoad), and store ``wait``.
+
+        :meth:`end` ends the wait. If the session is over, the wait fails immediately.
+        """
         self._wait = wait
         self._hub.send(wait.said)
         if self._hub.over is not None:
@@ -188,7 +193,10 @@ class Loads:
             self._hub.send(self._wait.said)
 
     def decided(self, message: LoadDecided) -> None:
-        """Record whether all targets may load a version; end the wait for that."""
+        """Handle the coordinator's decision on whether all targets load a version now.
+
+        Record it, and end this rank's wait for it, if any.
+        """
         error = None if message.error is None else message.error.exception()
         setattr(self._hub.held_versions, "adopted" if error is None else "unadopted", message.version)
         if self._wait is not None and self._wait.said.version == message.version:

@@ -61,9 +61,10 @@ def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, de
     """Copy one part of a version out of another member's memory into ``slot``; wait.
 
     :param manifest: of the version: tells where the part's pieces belong.
-    :param place: where the part is; its ``part`` numbers it.
+    :param place: the memory that has the part; its ``part`` is the part's number.
     :param device: UUID of the GPU that both are on; "" for host memory.
-    :raises Gone, WorldError: as :func:`copy_image`.
+    :raises Gone: the part is no longer there.
+    :raises WorldError: it cannot be opened, or the GPU has failed.
     """
     with _gone_if_owner_ended(place, slot.version), closing(arena.borrow(place, slot.version)) as source:
         put_part(manifest, place.part, source.readable(), slot, device)
@@ -104,7 +105,13 @@ def _copy_pairs(device: str, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 @contextmanager
 def _gone_if_owner_ended(place: SlotPlace, version: int) -> Iterator[None]:
-    """Context manager: raise Gone for an error if the memory's process has ended."""
+    """Context manager: turn an error of the block into Gone if the memory's owner died.
+
+    After such an error first wait, for 3 s at most, for the end of the process. Any
+    other error passes unchanged.
+
+    :param place: the memory that the block reads. :param version: for the error.
+    """
     try:
         yield
     except (RuntimeError, errors.WorldError, errors.SyncError) as error:
@@ -120,7 +127,7 @@ def _gone_if_owner_ended(place: SlotPlace, version: int) -> Iterator[None]:
 def _is_there(place: SlotPlace) -> bool:
     """Return True if the process at ``place`` still has the memory open.
 
-    Also if this process may not look.
+    Return True, too, if this process has no permission to see that.
     """
     try:
         return Path(f"/proc/{place.pid}/fd/{place.fd}").stat().st_ino == place.inode

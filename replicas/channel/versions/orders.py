@@ -238,8 +238,9 @@ class Versions:
     def promote(self, version: int | str = "candidate", *, deadline: float | None = None) -> Pending[Steered]:
         """Serve a committed version: all targets load it.
 
-        Its number is served, or, when a target has seen a newer one, its content as a
-        new version.
+        A target never loads a lower number after a higher one. So if a newer version
+        was served before, the content of this one is committed again, under a new
+        number, and that is served.
 
         :param version: its number or label; default: the candidate.
         :param deadline: seconds; default: the channel's.

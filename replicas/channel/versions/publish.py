@@ -62,7 +62,8 @@ class Publisher(Part):
         return "parts" if self._hub.settings.source_ranks == "all" else "image"
 
     def publish(self, feed: Feed, job: PublishJob) -> Promise[Receipt]:
-        """Caller's thread: wait for a slot; copy the weights; return the Promise."""
+        """Caller's thread: announce ``job``, wait for a slot, copy the weights of
+        ``feed`` into it, and return the job's Promise, which ends with the verdict."""
         walk = Holder()
         try:
             self._hub.call(self._begin_publish, job, walk)
@@ -163,7 +164,8 @@ class Publisher(Part):
                 self._fail(job, error)
 
     def _begin_publish(self, job: PublishJob, walk: Holder) -> None:
-        """Number the publish; send PublishBegin, or fail. ``walk`` holds its loan."""
+        """Number the publish; send PublishBegin, or fail. Lend the right to publish to
+        ``walk``: when that is given back or lost, :meth:`_end_walk` is called."""
         hub = self._hub
         if hub.over is not None:
             self._fail(job, hub.over)
@@ -199,7 +201,8 @@ class Publisher(Part):
     def _handle_walk_end(
         self, job: PublishJob, manifest: PartManifest | None, device: str, packing: Packing | None, walked: float
     ) -> None:
-        """Keep the results of the iteration (over at ``walked``); follow the copies."""
+        """Store what the walk over the weights, which ended at time ``walked``, has
+        made; start the task that follows the copies. ``packing``: or None (no slot)."""
         job.manifest, job.device = manifest, device
         if job.state == "walking":  # else the publish has ended; its slot is freed after the last write
             job.step("walked")
@@ -207,9 +210,7 @@ class Publisher(Part):
 
     async def _follow(self, job: PublishJob, packing: Packing | None, copied: float) -> None:
         """Announce the version when it is copied, digested and, if wanted, checked.
-
-        :param copied: time of the end of the walk, and of all copies on the CPU.
-        """
+        ``copied``: time of the end of the walk, and of all copies on the CPU."""
         try:
             if packing is not None and packing.copies is not None:
                 job.hold_s = await self._result_of(packing.copies.copied)
@@ -236,8 +237,7 @@ class Publisher(Part):
             self._ready(job)
 
     async def _result_of(self, future: Future[_T]) -> _T:
-        """Await work of other threads, return its result; cancelling does not stop
-        it."""
+        """Await the result of work on other threads, which a cancel does not stop."""
         ended: Promise[Future[_T]] = self._hub.pending("a copy")
         future.add_done_callback(ended.resolve)
         return (await ended).result()
@@ -258,7 +258,7 @@ class Publisher(Part):
         job.admitted.resolve(message.version)
 
     def _pin_filled(self, job: PublishJob) -> Slot | None:
-        """Pin and return the filled slot (None without one); Gone if it is over."""
+        """Pin and return the filled slot, if any; raise Gone if the publish is over."""
         if job.state != "copying":
             raise self._hub.error(errors.Gone, "the publish ended before its copy", hint="")
         if job.slot is not None:
@@ -322,7 +322,7 @@ class Publisher(Part):
         return found.encode() if found is not None else None
 
     def _fill_failed(self, job: PublishJob, error: errors.ReplicasError) -> None:
-        """Free the slot after a failed copy; send PackFailed unless it is over."""
+        """Free the slot after a failed copy; send PackFailed if the publish is open."""
         if job.state not in ("walking", "over"):
             return  # the interrupt came after the last step: the publish continues
         self._free(job)
@@ -421,7 +421,7 @@ class Publisher(Part):
             known.release(job.version)
 
     def _end_decided(self, job: PublishJob, outcome: Receipt | errors.ReplicasError | None) -> None:
-        """End a committed or unsettled publish; ``outcome`` None: it stays unknown."""
+        """End a publish with ``outcome``; if that is None, it stays OutcomeUnknown."""
         self._remove_ended(job)
         self._release_slot(job, keep=isinstance(outcome, Receipt))
         if isinstance(outcome, Receipt):

@@ -74,8 +74,8 @@ class Receiver(Part):
     def receive(self, deadline_s: float | None, bound: Bound = Bound()) -> Promise[Update]:
         """Caller's thread: return the open Pending, or ask for a version; no wait.
 
-        A new Pending, also in place of an open one with another bound, is returned
-        after an ask to the coordinator.
+        If the open Pending has another bound, it fails with UsageError. A new one, for
+        which the coordinator is asked, is returned in its place.
 
         :param deadline_s: seconds for the outcome; None: no limit.
         :param bound: the oldest version that will do.
@@ -189,7 +189,7 @@ class Receiver(Part):
         self._send_ask()
 
     def _tell_wait(self, pending: Promise[Update]) -> None:
-        """Log, once, that the rank waits for the first version."""
+        """Log, once, that the rank waits for the first version, if ``pending`` does."""
         if self._wish.pending is pending and not (self._hub.latest or self._told):
             self._told, limit_s = True, self._wish.deadline_s
             end = "without a deadline" if limit_s is None else f"up to {limit_s:g} s"

@@ -101,7 +101,8 @@ class Transfers(Part):
         self._spawn(transfer, *steps.get(offer.role, (self._prepare, "offer")))
 
     def broadcast(self, go: wire.OperationGo) -> None:
-        """Start the task that broadcasts this member's slot, or fills it by that."""
+        """Start the task that sends this member's slot, or receives into it, by the
+        broadcast that ``go`` starts. Send OperationFailed if no slot is ready."""
         transfer = self._transfers.get(go.transfer)
         if transfer is None or transfer.slot is None or transfer.running:
             text = f"transfer {go.transfer} cannot start: {self._hub.member} is not ready"
@@ -161,7 +162,8 @@ class Transfers(Part):
     # ------------------------------------------------------------ through the carrier
 
     async def _serve(self, transfer: Transfer) -> None:
-        """Have the carrier serve the slot until cancelled; return once it does so."""
+        """Have the carrier serve the slot to other hosts; return when it has begun. It
+        serves until the transfer is cancelled."""
         self._pin(transfer)
         carrier = await self._carriers.get()
         slot, offer = transfer.slot, transfer.offer
@@ -207,7 +209,7 @@ class Transfers(Part):
         started, told = time.monotonic(), dict.fromkeys(transfer.carried, 0)
 
         def moved(carried: Carried, nbytes: int) -> None:
-            """Report how many bytes all parts together have received so far."""
+            """Send the bytes that all parts have so far; ``nbytes`` of ``carried``."""
             told[carried] = nbytes
             hub.send(wire.TransferMoved(offer.transfer, sum(told.values())))
 
@@ -244,7 +246,8 @@ class Transfers(Part):
         )
 
     async def _reserve_and_carry(self, transfer: Transfer, manifest: Manifest) -> None:
-        """Reserve the slot, copy the parts of this host, get memory for the others."""
+        """Reserve a slot. Copy the parts that other members of this host have into it,
+        and prepare memory into which the carrier pulls the other parts."""
         offer = transfer.offer
         slot = await self._reserve(transfer)
         transfer.running = True
@@ -261,7 +264,8 @@ class Transfers(Part):
             transfer.carry(self._hub, carrier, one.part, memory, nbytes, base)
 
     def _pulled(self, transfer: Transfer, slot: Slot, done: wire.TransferDone) -> None:
-        """Hold the pulled version, and serve it until the transfer is over."""
+        """Record the pulled version, send ``done`` (its TransferDone), and keep the
+        slot pinned: the carrier serves it to others until the transfer is over."""
         hub, offer = self._hub, transfer.offer
         transfer.unpin_base(hub.arena)  # a second pull uses no deltas; the next version may need its slot
         if slot.state == "held":
@@ -338,7 +342,8 @@ class Transfers(Part):
         return wire.TransferDone(offer.transfer, digest, mapped - started, time.monotonic() - mapped, own)
 
     async def _copy_image(self, transfer: Transfer) -> wire.TransferDone | None:
-        """Copy the version from a holder on the same GPU into a slot of our own."""
+        """Copy the version from a holder on the same GPU into a slot of our own; return
+        the report to send."""
         offer, hub = transfer.offer, self._hub
         place = self._place_of(offer)
         slot = await self._reserve(transfer)
@@ -390,7 +395,8 @@ class Transfers(Part):
         return slot
 
     async def _broadcast(self, transfer: Transfer, slot: Slot, go: wire.OperationGo) -> wire.TransferDone:
-        """Run the broadcast of ``go`` in its lane's turn; report it, and digest."""
+        """Run the broadcast of ``go`` when its lane (process group) is free. Tell the
+        coordinator that it is done; digest the slot; return the report to send."""
         hub, offer, started = self._hub, transfer.offer, time.monotonic()
         try:
             transfer.lane = lane = self._lanes.get(go.lane)

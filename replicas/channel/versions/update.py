@@ -90,12 +90,11 @@ class Update:
 
         Open it before the end of the block. A mapping of it (``safe_open``,
         ``np.memmap``) never changes, whatever is published later. So the memory is not
-        reused, but freed when no process maps it; :attr:`path_to_copy` saves that.
+        reused, but freed when no process maps it; :attr:`path_to_copy` avoids this.
 
-        A tied tensor is in the file under its first name only, as a safetensors file
-        cannot name the same bytes twice. Its metadata maps the other names to the first
-        (``replicas.aliases``, a JSON object), which other readers do not know:
-        :meth:`tensors` has all names, and so has the file of ``replicas get``.
+        A tied tensor is in the file under its first name only. The file's metadata maps
+        the other names to the first (``replicas.aliases``, a JSON object), which only
+        this library reads. :meth:`tensors` and ``replicas get`` give all names.
 
         :raises replicas.errors.UsageError: the update has ended, or the slot is in GPU
             memory (``staging = "device"``).
@@ -114,7 +113,8 @@ class Update:
         return self._file_path(to_copy=True)
 
     def _file_path(self, *, to_copy: bool) -> str:
-        """Seal the slot's file and return its path; ``to_copy``: no mapping stays."""
+        """Return the path of the slot's file, sealed so that its bytes never change;
+        but with ``to_copy`` (its reader keeps no mapping) it may be refilled later."""
         if self.ended and self._path:
             return self._path
         self.manifest.check_file()
@@ -169,7 +169,7 @@ class Update:
         return self._adoption
 
     def _decided(self, error: errors.ReplicasError | None) -> None:
-        """Session thread: note that all targets load the version, or refuse it."""
+        """Session thread: note that the load may begin, or refuse it with ``error``."""
         if error is None:
             self._adopted, self._began = True, time.monotonic()
         else:
@@ -211,8 +211,7 @@ class Update:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Return all tensors by name, aliases included, in published shapes and dtypes.
 
-        They are private copy-on-write views on the CPU; with ``staging = "device"``
-        copies on the GPU.
+        Private copy-on-write CPU views; with ``staging = "device"`` copies on the GPU.
         """
         return dict(self)
 
@@ -262,7 +261,7 @@ class Update:
         dtypes or shapes differ; or with ``staging = "device"``. Whole tensors are as
         those of iterating, positions and values private copies.
 
-        :raises replicas.errors.NoCapacity: as of iterating.
+        :raises replicas.errors.NoCapacity: open files or mappings are at their limit.
         :raises replicas.errors.UsageError: the update has ended.
         """
         slot = self._slot_or_raise()
@@ -272,7 +271,8 @@ class Update:
         return (change if change.name == name else replace(change, name=name) for name, change in found)
 
     def _changes(self, image: torch.Tensor, sharing: int) -> Iterator[tuple[str, Change]]:
-        """Yield (name, change since the last load); ``sharing`` processes do so now."""
+        """Yield (name, change from the base). ``image``: the slot's bytes. ``sharing``:
+        number of processes of this host that compare now, and share its cores."""
         with Difference(image, self.manifest, self._owner.open_base(self._base, self.manifest), sharing) as difference:
             for spec in self.manifest.tensors:
                 self._slot_or_raise()
@@ -285,7 +285,6 @@ class Update:
         are cast, if float16 can hold all finite values that it gets. DTensor parameters
         get their local part, without communication. All checks come before the first
         write. On return all is copied, also on a GPU, by this thread's current stream.
-
         Each name gets its tensor, whatever is tied here or at the publisher. Parameters
         that share memory must get the same values for it.
 
@@ -295,11 +294,11 @@ class Update:
         :param changed_only: write only the changes since :attr:`base`. The model must
             hold the values that the load of that version wrote; other values that you
             wrote since stay. Tensors that come whole (:meth:`changes`), and changed
-            ones that are DTensors or not contiguous, are written whole. Finding the
-            changes takes longer than copying all within a host: use it for memory that
-            is slow to write.
+            ones that are DTensors or not contiguous, are written whole. Finding changes
+            is slower than copying all within a host: use it for slow memory.
         :raises replicas.errors.ManifestMismatch: a tensor (named) does not fit.
-        :raises replicas.errors.NoCapacity: as of iterating; ``model`` is unchanged.
+        :raises replicas.errors.NoCapacity: open files or mappings are at their limit;
+            ``model`` is unchanged.
         :raises replicas.errors.UsageError: the update has ended; or ``changed_only``
             without a base: pass ``changed_only=update.base > 0``.
         """
@@ -366,7 +365,7 @@ class Update:
         ``receipt.not_loaded``, ``channel.loaded()`` and the status show the reason.
 
         :param error: the reason, an exception or a text.
-        :raises replicas.errors.UsageError: as of :meth:`failed`, or after that call.
+        :raises replicas.errors.UsageError: reported otherwise, or ``error`` is invalid.
         """
         self._end_without("refused", error)
 
@@ -405,7 +404,8 @@ class Update:
             raise errors.UsageError(text, version=self.version, hint=hint)
 
     def _report(self, outcome: str) -> bool:
-        """Under the lock: set the outcome; return False if set; raise if another."""
+        """Under the lock: set the outcome to ``outcome``; return False if it is that
+        already. Raise UsageError if another outcome was reported before."""
         if self._outcome == outcome:
             return False
         if self._outcome is not None:

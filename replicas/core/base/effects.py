@@ -291,8 +291,8 @@ def with_commit(effects: Iterable[Effect], version: int, seconds: float) -> Iter
     """
 
     def longer(ended: ReceiptData | SyncRecord) -> Any:
-        """Return a copy whose time is ``seconds`` longer, also shown as its phase
-        ``commit``."""
+        """Return a copy of ``ended`` (a receipt or a record of a publish) that took
+        ``seconds`` longer, with ``seconds`` as the time of its phase ``commit``."""
         phases = ended.phases | {"commit": seconds}
         return msgspec.structs.replace(ended, seconds=ended.seconds + seconds, phases=phases)
 

@@ -200,7 +200,11 @@ class Ledger:
                 self._judge(self.versions[version], decision)
 
     def _commit(self, decision: Decision) -> None:
-        """Enter a committed version, point its label to it, and forget old versions."""
+        """Add the version that ``decision`` commits to those known here.
+
+        Point the decision's label to it: ``candidate``, or else ``current``. Then
+        forget old versions (:meth:`_prune`).
+        """
         number = decision.version
         self.newest = max(self.newest, number)
         self.versions[number] = Version(number, decision, decision.digest)
@@ -213,7 +217,10 @@ class Ledger:
         self._prune()
 
     def _serve(self, version: int) -> None:
-        """Point ``current`` to the version, and end a candidate that is not newer."""
+        """Point the label ``current`` to the version, and ``previous`` to the last one.
+
+        Remove the label ``candidate`` unless it points to a newer version.
+        """
         if current := self.current():
             self.labels[PREVIOUS] = current
         self.labels[CURRENT] = version

@@ -56,7 +56,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def in_file(self) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape as in a safetensors file; torch's if it lacks the dtype."""
+        """Dtype and shape as in a safetensors file; torch's if safetensors has none."""
         code = FILE_CODES[self.dtype]
         if code not in PACKED:
             return code or self.dtype, self.shape
@@ -81,7 +81,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def _nbytes(pieces: Iterable[Piece], tensors: Sequence[TensorSpec]) -> int:
-    """Return the bytes of all pieces; ``piece.tensor`` is an index of ``tensors``."""
+    """Return the size of all pieces in bytes; ``tensors``: those of their manifest."""
     return sum(prod(piece.shape) * item_nbytes(tensors[piece.tensor].dtype) for piece in pieces)
 
 
@@ -170,7 +170,7 @@ class PartManifest(AnyManifest, frozen=True, dict=True):
 
     @cached_property
     def whole(self) -> Manifest:
-        """The manifest of the whole image, for a rank that publishes all tensors."""
+        """The manifest of an image with these tensors; only if ``pieces`` is None."""
         return Manifest(self.tensors, self.aliases)
 
     @cached_property
@@ -215,7 +215,7 @@ class Manifest(AnyManifest, frozen=True, dict=True):
     parts: tuple[tuple[Piece, ...], ...] | None = None
 
     def validate(self) -> None:
-        """Raise ManifestMismatch unless the parts cover each valid tensor once."""
+        """Raise ManifestMismatch for bad tensors, or if parts miss or repeat bytes."""
         super().validate()
         if self.parts is not None:
             for piece in (piece for part in self.parts for piece in part):
@@ -276,7 +276,7 @@ class Manifest(AnyManifest, frozen=True, dict=True):
         return found | {alias: found[target] for alias, target in self.aliases}
 
     def part_nbytes(self, part: int) -> int:
-        """Return the bytes of this part, or 0 if one sender has the whole image."""
+        """Return the size in bytes of part number ``part``; 0 if there are no parts."""
         return _nbytes(self.parts[part], self.tensors) if self.parts is not None else 0
 
 
@@ -289,9 +289,9 @@ _decoders: dict[type[AnyManifest], msgspec.msgpack.Decoder[Any]] = {
 
 
 def packed_offsets(sizes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
-    """Return the byte offset of each ``(dtype, nbytes)`` item, without gaps.
+    """Return the byte offset of each ``(dtype, nbytes)`` tensor, packed without gaps.
 
-    They are packed by falling item size, then in the given order.
+    Tensors with the largest elements come first; equal ones keep the given order.
     """
     order = sorted(range(len(sizes)), key=lambda index: -item_nbytes(sizes[index][0]))
     offsets = [0] * len(sizes)
@@ -303,11 +303,10 @@ def packed_offsets(sizes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
 
 
 def packed_regions(sizes: Iterable[tuple[str, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Return ranges with numbers of one size, as :func:`packed_offsets` packs.
+    """Return ``(start, end, bytes of one number)`` of each range of like numbers.
 
-    ``(start, end, bytes of a number)`` each; a complex number is two numbers.
-
-    :param sizes: ``(dtype, nbytes)`` each.
+    These are the ranges in which :func:`packed_offsets` puts tensors of these
+    ``sizes``, given as ``(dtype, nbytes)``. A complex number is two numbers.
     """
     nbytes = Counter[int]()
     for dtype, size in sizes:

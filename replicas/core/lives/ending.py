@@ -117,8 +117,10 @@ def request_of(reason: RestartReason) -> Request:
     """Return the request (an event of :data:`ASKED`) that a restart for this reason
     makes.
 
-    ``restart`` costs the group's budget nothing; ``replace`` neither, but does not
-    excuse a fault; ``fault`` is judged by the restart rules.
+    It is ``restart`` if a person asked: the restart costs no budget, even if the
+    replica has just failed. It is ``replace`` if the reason is a reload, its group or
+    its node: free as well, unless the replica has just failed. Otherwise it is
+    ``fault``: the group's restart rules decide.
     """
     if reason == "requested":
         return "restart"

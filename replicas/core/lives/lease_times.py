@@ -36,8 +36,9 @@ LAST_S = 3.0
 def local_patience_s(adopt_s: float) -> float:
     """Return for how many seconds a shim may run on while its agent does not answer.
 
-    Only on the supervisor's own machine. That is longer than a living supervisor takes
-    to replace a frozen agent, and no shorter than shims must outlive a dead supervisor.
+    A shim owns the processes of a replica. The time is for the supervisor's own
+    machine: enough for a living supervisor to replace a frozen agent, and for another
+    supervisor to take over from a dead one.
 
     :param adopt_s: seconds in which another supervisor may take over; 0 for none.
     """

@@ -232,8 +232,8 @@ class Lifecycle:
         self._started_at = now
 
     def skip_pause(self, pause_s: float) -> None:
-        """Leave ``pause_s`` seconds, in which the supervisor was suspended, out of the
-        start's."""
+        """Do not count ``pause_s`` seconds, in which the supervisor was suspended, in
+        :meth:`starting_s`."""
         self._started_at += pause_s
 
     def apply(

@@ -76,9 +76,9 @@ class NodeLife:
         self.leased, self.heard_at, self.lease_s = leased, now, 0.0
 
     def step(self, event: NodeEvent) -> bool:
-        """Change the connection's state by :data:`NODE`.
+        """Change the state (up, away, lost, ...) by the table :data:`NODE`.
 
-        Return True if it is another one now.
+        Return True if the new state differs from the old one.
 
         :raises replicas.common.table.InvalidStep: ``event`` cannot happen in this
             state.
@@ -129,7 +129,8 @@ class NodeLife:
 
     @property
     def shown(self) -> Literal["up", "draining", "away", "lost"]:
-        """The node's state in the words that operators see."""
+        """The node's state for operators: ``draining`` if it is up but takes no new
+        replicas, and ``lost`` also if it was drained to the end."""
         if self.state == "up" and self.duty != "open":
             return "draining"
         return "lost" if self.state == "drained" else self.state

@@ -102,8 +102,8 @@ def is_lost(states: Sequence[ReplicaState], least: int) -> bool:
 def unmet(
     group: GroupConfig, needed: Mapping[str, int | None], states: Mapping[str, Sequence[ReplicaState]]
 ) -> list[str]:
-    """Return the dependencies that keep ``group`` from starting, as the config writes
-    them.
+    """Return the dependencies that keep ``group`` from starting, as in its config: a
+    name with its condition.
 
     Return [] if it may start.
 
@@ -112,9 +112,10 @@ def unmet(
     """
 
     def met(name: str, condition: str) -> bool:
-        """Return True if the group called ``name`` is ready, or finished.
+        """Return True if the group called ``name`` meets the condition.
 
-        :param condition: "finished", or else ready (with enough replicas) will do.
+        :param condition: ``finished``: enough of its replicas have finished. Any other:
+            enough of them are ready or finished.
         """
         test = is_done if condition == "finished" else is_good
         return test(states[name], needed[name])

@@ -184,5 +184,8 @@ def _wanted(need: Need, rooms: Sequence[_Room], *, named: bool) -> list[str]:
 
 
 def _having(marks: Sequence[str]) -> str:
-    """Return the text " with ..." of requirements such as "zone=a", or "" for none."""
+    """Return " with " and the listed ``marks``, requirements such as "zone=a", as text.
+
+    Return "" if there are none.
+    """
     return f" with {', '.join(marks)}" if marks else ""

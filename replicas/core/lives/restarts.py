@@ -33,12 +33,11 @@ _ALL = 0
 
 
 def wants_restart(config: RestartConfig, *, ok: bool) -> bool:
-    """Return True if the group's policy restarts a replica whose generation has ended
-    so.
+    """Return True if the group's policy restarts a replica after such an end.
 
     The budget is not looked at.
 
-    :param ok: every rank exited with code 0.
+    :param ok: the generation ended well: every rank exited with code 0.
     """
     return config.policy == "always" or (config.policy == "on-failure" and not ok)
 

@@ -41,7 +41,7 @@ class Tenancy:
     """
 
     def __init__(self) -> None:
-        """Start as ``joining``, without a lease and without a limit."""
+        """Start as ``joining``, without a lease; :attr:`until` sets no limit."""
         self.state: TenancyState = "joining"
         self.until: float | None = None
         """Time at which everything must begin to end; None if there is no limit."""

@@ -55,7 +55,7 @@ class Heartbeats:
         """Seconds of silence after which a member counts as suspect: three heartbeats
         missed.
 
-        By the slowest interval that a member may still use.
+        That is three times the slowest interval that a member may still use.
         """
         return MISSED_BEATS * self._slowest_s + SLACK_S
 
@@ -95,13 +95,11 @@ class ChannelSilence:
         self._counted_to = 0.0
 
     def end_silence(self, now: float) -> float:
-        """Record that a member was heard now.
+        """Record that a member was heard now, which ends a silence of all members.
 
-        Return the others' extra time to reconnect.
-
-        Those are seconds by which the caller extends their leases: as long as the
-        silence was, at most 10. Return 0 if no silence was excused
-        (:meth:`take_uncounted_s`).
+        Return how many seconds the caller must add to the leases of the other members,
+        so that these can reconnect: the length of the silence, at most 10. Return 0
+        unless :meth:`take_uncounted_s` has excused a part of the silence.
         """
         silence_s = now - self._heard_at
         deaf = self._counted_to > self._heard_at > 0.0  # some of this silence was not counted
@@ -114,11 +112,11 @@ class ChannelSilence:
         self._heard_at = 0.0
 
     def take_uncounted_s(self, now: float) -> float:
-        """Return the seconds of silence, since the last call, to be added to all
-        leases.
+        """Return the seconds by which the caller must extend all members' leases now.
 
-        Nothing was heard for more than 2 s then, so that the coordinator's own network
-        is at fault. Return 0 otherwise, and after a silence of more than two minutes.
+        If no member has been heard for 2 s to two minutes, the coordinator's own
+        network is at fault: return the part of that silence that no earlier call has
+        returned. Otherwise return 0.
         """
         silence_s = now - self._heard_at
         if not self._heard_at or not QUIET_S < silence_s <= DEAF_MAX_S:  # 0: no member is there

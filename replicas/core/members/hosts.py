@@ -95,8 +95,9 @@ class Hosts:
     def delays_publish(self, since: float, now: float) -> bool:
         """Return True if a publish is to wait until the hosts of newcomers are known.
 
-        A newcomer is a target whose host is not known yet. It delays a publish for a
-        second at most, and if it does not answer, one publish, not each.
+        A newcomer is a target whose host is not known yet. A publish waits for a second
+        at most, and only for newcomers that joined about a second ago or later. Nothing
+        is changed.
 
         :param since: when the publish was ready to move, by the clock of ``now``.
         """
@@ -161,11 +162,9 @@ class Hosts:
         self._remove_member(state)
 
     def tick(self, now: float) -> None:
-        """Make each member a host of its own that has not answered in time.
+        """Put each member that has not answered in time on a new host of its own.
 
-        Call regularly.
-
-        Members are asked for their host by Locate.
+        The answer is that to Locate, by which a member finds its host. Call regularly.
         """
         for member, search in list(self._searches.items()):
             state = self._roster.get(member)
@@ -230,12 +229,11 @@ class Hosts:
     # ------------------------------------------------------------ lent memory
 
     def release(self, latest: int, now: float, *, host: int | None = None) -> None:
-        """Queue Released to owners of memory that no responsive member of their host
-        reads.
+        """Tell members which old versions in their memory are no longer read by others.
 
-        That is done for versions older than ``latest``: the owner need not wait for
-        locks on their memory. A version is read while another responsive member of the
-        host holds it.
+        For each version older than ``latest`` that no other responsive member of the
+        host holds, queue Released to the owner of the memory: it may reuse the slot
+        without waiting for locks.
 
         :param latest: the newest committed version.
         :param host: only owners on this host; None: all.
@@ -251,7 +249,7 @@ class Hosts:
         """Return the members that keep the memory of ``owners`` in use, by name.
 
         Each comes with the versions, older than ``latest``, that it has mapped there.
-        Members that share a GPU copy, so that they are never among them.
+        Return {} on a channel of GPU memory: its members copy, and map nothing.
         """
         pairs = [(one, other) for one in owners for other in self.on(one.host) if one is not other]
         kept = {other.member.name: one.lent & one.held.keys() & other.held.keys() for one, other in pairs}
@@ -307,7 +305,8 @@ class Keeping:
         Queue the effects that open its memory on this host, and that close what is kept
         of older versions.
 
-        :param latest: the version whose bytes that one has.
+        :param latest: the version with which those bytes were first published: the
+            newest committed one, or an older one after a rollback.
         """
         if latest != self._version:
             self._out.extend(LetGo(self._channel, member) for member in self._asked)

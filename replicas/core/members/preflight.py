@@ -225,8 +225,8 @@ def carries_bytes(hello: Hello, parties: Iterable[ChannelRole]) -> bool:
 
     In a role with ``ranks = "leader"`` only rank 0 does.
 
-    :param hello: the rank's first message. :param parties: roles of any groups; those
-        of others are ignored.
+    :param hello: the rank's first message.
+    :param parties: roles on the channel; those of other groups are ignored.
     """
     return any(party.group == hello.group and (party.ranks != "leader" or hello.rank == 0) for party in parties)
 
@@ -240,8 +240,8 @@ def _in_groups(hello: Hello, config: ChannelConfig) -> bool:
 def kind(hello: Hello, config: ChannelConfig) -> object:
     """Return a key of all that :func:`check_join` compares of a member.
 
-    So only one of several members with equal keys is compared with a newcomer. If NCCL
-    is certain to be used each GPU counts, else only that there are some.
+    A newcomer is compared with only one of several members with equal keys. The key
+    has the GPUs if the channel always uses NCCL, else only whether there are any.
     """
     return (
         hello.torch_version,

@@ -77,7 +77,7 @@ class Roster:
     """Members and epochs of one channel."""
 
     def __init__(self, config: ChannelConfig, groups: Mapping[str, GroupShape], *, epoch: int = 0) -> None:
-        """Start without members. ``groups``: their shapes; ``epoch``: the last one."""
+        """Start without members. ``groups``: shapes; ``epoch``: the last one used."""
         self.config = config
         self.groups = dict(groups)
         self.epoch = epoch
@@ -135,9 +135,9 @@ class Roster:
     def add(self, hello: Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
         """Make the state of a new member; return it and the member that it replaces.
 
-        The second, an earlier incarnation of the same rank, may be None. The roster is
-        not changed: the caller must lose that one and those :meth:`outlived` first,
-        then :meth:`insert` the new one.
+        The replaced member is an earlier process of the same rank; None if there is
+        none. The roster is not changed: the caller must first remove that member and
+        those that :meth:`outlived` returns, and then :meth:`insert` the new one.
 
         :param hello: its first message. :param address: its IP address.
         :raises errors.ReplicasError: the Hello is not acceptable.
@@ -169,7 +169,7 @@ class Roster:
     def outlived(self, hello: Hello) -> list[MemberState]:
         """Return the members of generations that ``hello`` proves to be over.
 
-        Return [] without a supervisor's proof: others number generations as they like.
+        Return [] unless a supervisor vouches for the generation (``hello.proof``).
         """
         if not hello.proof or hello.observe:
             return []
@@ -177,9 +177,10 @@ class Roster:
         return [state for state in replica if state.hello.generation < hello.generation]
 
     def _check_newer(self, hello: Hello, holder: MemberState) -> None:
-        """Raise Fenced if ``hello`` is older than the present holder of its identity.
+        """Raise Fenced if ``holder``, the member of this rank, is newer than ``hello``.
 
-        Two that come from another coordinator are compared by generation and epoch.
+        A new join is the newest. One that resumes a session under another coordinator
+        is newer only than another such one of no later generation and epoch.
         """
         known = (hello.generation, hello.epoch)
         # a new join is the newest, whatever its numbers
@@ -188,8 +189,8 @@ class Roster:
         raise self.fenced_error(hello)
 
     def fenced_error(self, hello: Hello, *, heard: bool = False) -> errors.Fenced:
-        """Return the error of a member whose session ended because another process took
-        its identity. Unless ``heard``, that happened between two of its connections."""
+        """Return (do not raise) the error of a member that was lost, or replaced by
+        another process. ``heard``: it is connected now; else it has just come back."""
         member, holder = hello.member, None if hello.observe else self.holder_of(hello.member.name)
         what, hint = f"{member} was declared lost while it was disconnected", None if heard else "join again"
         if holder is not None and holder.hello.process == hello.process:
@@ -271,7 +272,7 @@ class Roster:
         return set(life.lost) if life is not None and generation in (life.generation, None) else set()
 
     def joined(self, group: str) -> dict[int, set[str]]:
-        """Return the members' incarnations (nonces) by the index of their replica."""
+        """Return the nonces of the group's present members, by index of the replica."""
         replicas = ((index, members) for (name, index), members in self._replicas.items() if name == group)
         return {index: {member.incarnation for member in members} for index, members in replicas}
 
@@ -330,15 +331,15 @@ class Roster:
         return [s for s in members if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
 
     def admissible(self, state: MemberState, now: float) -> bool:
-        """Return True if the member responds, its delay is over, no rank missing."""
+        """Return True if it is :meth:`available`, not delayed, and misses no rank."""
         return now >= state.not_before and self.available(state, now) and not self.missing_ranks(state)
 
     def missing_ranks(self, state: MemberState) -> list[str]:
         """Return names of ranks that must join before this member is admitted.
 
-        Return [] unless operations are between all ranks of the peers: else an
-        operation could begin with a part of them, and the others mistake the next one
-        for it.
+        These are ranks of its replica that have not joined. Return [] unless the member
+        is a peer and all ranks of peers run operations: all must be there from the
+        first operation on.
         """
         if not state.is_peer or self.config.peers[0].ranks != "all":
             return []
@@ -402,7 +403,7 @@ class Roster:
         return msgspec.structs.replace(state.settings, heartbeat_interval_s=interval_s, carry_port=self.carry_port)
 
     def take_interval_to_send(self, now: float) -> float:
-        """Return the heartbeat interval, which the caller sends to all members now."""
+        """Return the heartbeat interval, and note that all members are sent it now."""
         interval_s = self.heartbeat_interval_s
         self._heartbeats.note_sent_to_all(interval_s, now)
         return interval_s

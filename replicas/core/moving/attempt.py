@@ -174,10 +174,10 @@ class Attempt:
         self.offer_pulls(now)
 
     def offer_pulls(self, now: float) -> None:
-        """Queue offers of those due pulls for which each part has a holder that
-        listens.
+        """Queue the offer of each pull (task in state ``due``) that can begin now.
 
-        The others stay due: call again.
+        A pull can begin once a holder listens for each of its parts. Tasks that cannot
+        begin yet keep their state: call again.
         """
         payload, digests = self._payload, dict(enumerate(self._payload.part_digests))
         for one in self.of("due"):

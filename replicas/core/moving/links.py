@@ -36,9 +36,10 @@ class Doubt:
     _until: float = 0.0
 
     def note_failed(self, why: str, now: float) -> None:
-        """Begin to doubt for a while, or prolong the doubt; longer after each doubt.
+        """Record a failure: the thing is not to be used for a while from now on.
 
-        Failures during a doubt count as one, so that they do not lengthen the next one.
+        That time grows with each failure, until :meth:`note_worked`. Failures within
+        it restart it, but do not make it grow.
 
         :param why: the failure, as text. :param now: when it happened.
         """

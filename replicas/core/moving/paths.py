@@ -171,9 +171,9 @@ def _from_parts(
 def _pulled_parts(
     owners: Sequence[MemberState], leaders: Sequence[MemberState], local: Mapping[Member, tuple[int, ...]], works: Works
 ) -> dict[Member, Pulls]:
-    """Return the members that each leader pulls each part from.
+    """Return, by leader and part, the members that the leader pulls the part from.
 
-    Leaders that the owners of all their parts do not reach are left out.
+    A leader is left out if any owner of a part on another host does not reach it.
 
     :param owners: of the parts, in order.
     :param leaders: one member of each host, which gets the version for the others.
@@ -207,10 +207,11 @@ def _leaders(states: Sequence[MemberState]) -> tuple[MemberState, ...]:
 def _pulls(
     able: Sequence[MemberState], leaders: Sequence[MemberState], works: Works
 ) -> dict[Member, tuple[Member, ...]]:
-    """Return the members that each leader pulls from: leaders before it, best holders.
+    """Return the members that each leader pulls from.
 
-    No leader pulls from a slow leader. The first far leader pulls from a holder: a
-    leader takes bytes where its own link is fast, and then has no deltas for others.
+    These are a few leaders before it in the chain, none of them slow, and then the
+    preferred holders. The first leader with a long round trip pulls from holders alone,
+    and later ones from no leader before that one, as only holders have deltas for them.
 
     :param able: holders that can send, the preferred ones first.
     :param leaders: the members that pull, in the order of their chain.

@@ -93,10 +93,10 @@ class Transfer:
         avoid: Member | None = None,
         tries: int = PULL_TRIES,
     ) -> None:
-        """Send nothing before :meth:`start`. ``needers``: members to get the version.
-        ``kind``: of a publish (``main``) or a catch-up. ``on_end``: called once, as
-        ``on_end(transfer, error or None, now)``. ``avoid``: the holder
-        to use last. ``tries``: failed pulls after which a member is left out."""
+        """Send nothing before :meth:`start`. ``needers``: members to get the version of
+        ``payload``. ``kind``: of a publish (``main``) or a catch-up. ``deadline``: when
+        it should have ended. ``on_end``: as in the class. ``avoid``: the holder to
+        use last. ``tries``: failed pulls after which a member is left out."""
         self._context, self._roster = context, context.roster
         self.payload = payload
         self.needers, self.asked = set(needers), frozenset(needers)
@@ -151,7 +151,7 @@ class Transfer:
 
     @property
     def is_unanswered(self) -> bool:
-        """True if no member that needs the version has answered, or reads for it."""
+        """True if no member that needs the version answers, or reads its manifest."""
         return self.needers <= self.never_answered - self._reading_until.keys()
 
     def slow_readers(self, until: float) -> set[Member]:
@@ -232,7 +232,7 @@ class Transfer:
         self._go_on(now)
 
     def _end_attempt_if_done(self, now: float) -> None:
-        """Go on or end, once all tasks have ended and the digest is known."""
+        """If the attempt has no open task, start another one or end the transfer."""
         attempt = self.attempt
         if self.over or attempt.any_open or self.payload.filling is not None:
             return
@@ -252,8 +252,8 @@ class Transfer:
     # ------------------------------------------------------------ messages of members
 
     def ready(self, member: Member, transfer: int, now: float) -> None:
-        """Take a member's report that its slot is ready for attempt ``transfer``, or
-        that a pull begins. After the last member of the broadcast, that starts."""
+        """Record a member's report that its slot is ready for attempt ``transfer``, or
+        that its pull begins. Start the broadcast if its last member is ready now."""
         attempt, one = self.attempt, self.attempt.under_way(member, transfer)
         if one is None or one.state == "taking":
             return
@@ -265,8 +265,8 @@ class Transfer:
             attempt.start_broadcast(now + (left_s / 2 if self._drops else left_s), self._broadcast_ended, now)
 
     def done(self, member: Member, reply: TransferDone, now: float) -> None:
-        """Take a member's report that it has mapped, moved or pulled the version. Keep
-        its times, doubt links that failed, and judge its digest."""
+        """Record a member's report that it has mapped or pulled the version, or ended
+        its broadcast. Keep its times, doubt links that failed, compare its digest."""
         attempt, one = self.attempt, self.attempt.under_way(member, reply.transfer)
         if one is None or (one.in_group and attempt.is_preparing):
             return
@@ -309,8 +309,8 @@ class Transfer:
         self._end_attempt_if_done(now)
 
     def _doubt_links(self, one: Task, why: Mapping[str, str], now: float) -> None:
-        """Avoid the links between a task's member and the holders in ``why``, by name.
-        A holder that had nothing to give, as it pulls itself, may have a good link."""
+        """Avoid the links between a task's member and the holders in ``why`` (name and
+        reason) for a while; not those to holders that are still pulling themselves."""
         pulling = {other.member for other in self.attempt.of(*OPEN, "failed")}
         for state in self._roster.states(one.holders - pulling):
             if (reason := why.get(state.member.name)) is not None:
@@ -319,8 +319,8 @@ class Transfer:
     # ------------------------------------------------------------ what has come
 
     def settle(self, now: float) -> None:
-        """Compare the digests of all bytes that have come, and keep or refuse them,
-        once the publisher has filled its slot. End the attempt if it is done."""
+        """Compare digests of members with all bytes, once the publisher's slot is full:
+        count them as holders, or fail their tasks. End the attempt if it is done."""
         payload, attempt = self.payload, self.attempt
         came = sorted(attempt.of("came"), key=lambda one: one.way == "receive")  # the digest is that of the sender
         for one in came if payload.filling is None else ():
@@ -373,8 +373,8 @@ class Transfer:
     # ------------------------------------------------------------ failures
 
     def _task_failed(self, one: Task, error: errors.ReplicasError) -> None:
-        """Leave the member to the next attempt; without room for it, or after many
-        tries, leave the member out. Send it the bytes if it cannot map them."""
+        """Fail a member's task; leave the member out if it lacks memory, or pulled too
+        often in vain. If it cannot map memory, the next attempt sends it the bytes."""
         member = one.member
         if one.state != "failed":
             self.attempt.step(one, "gave_up")
@@ -503,8 +503,8 @@ class Transfer:
 
     @property
     def _all_lack_memory(self) -> bool:
-        """True if all targets lack memory, and count as lost. False if the version must
-        not do without targets: it lies on the publisher's GPU."""
+        """True if all targets were left out for lack of memory, and the commit may do
+        without them. It may not if the bytes are on the publisher's GPU only."""
         short = all(isinstance(error, errors.NoCapacity | errors.InternalError) for error in self.refused.values())
         drops = self._drops and not (self._copies or self._roster.config.min_targets or self.verified)
         return drops and short and set() < self.refused.keys() <= self.asked

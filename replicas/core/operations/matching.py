@@ -110,7 +110,7 @@ class Matching:
         self._expects = False
 
     def _complete_root(self, message: OperationPost, member: Member) -> OperationPost:
-        """Return the message with the whole name of its root (with its rank)."""
+        """Return the message, with the rank added to a root like ``group/replica``."""
         if not message.root or message.root.count("/") >= 2:  # a whole name: group/replica/rank
             return message
         rank = member.rank if self._ranks == "each" else 0
@@ -139,8 +139,8 @@ class Matching:
         self._streams.setdefault(member, []).append(post)
 
     def _problem(self, state: MemberState, post: Post) -> errors.ReplicasError | None:
-        """Return the error that refuses a new post, or None to accept it. A member that
-        missed an operation of the others is told so once."""
+        """Return the error that refuses a new post, or None to accept it. Forget that
+        the member has missed an operation of the others: one error tells it so."""
         message, waiting = post.message, self._streams.get(post.member, ())
         if not state.is_peer:
             name = self._roster.config.name
@@ -215,8 +215,8 @@ class Matching:
 
     def due(self, now: float, *, collective_runs: bool) -> Iterator[Operation]:
         """Yield the operations that can start now, their posts marked as started;
-        refuse posts that disagree. ``collective_runs``: let waiting newcomers in before
-        the next."""
+        refuse posts that disagree. ``collective_runs``: one runs now, so that none is
+        started while newcomers wait for its end to be admitted."""
         for domain in sorted({self.domain_of(member) for member in self._streams}):
             yield from self._due_pairs(domain)
             if not (collective_runs and self._roster.waiting(now)):  # newcomers are admitted once no collective runs
@@ -286,9 +286,9 @@ class Matching:
             self._verdicts.popitem(last=False)
 
     def _settle_earlier(self, heads: Sequence[Post]) -> bool:
-        """Tell the members of ``heads`` (posts of the next collective) unknown outcomes
-        of earlier operations. Return False if it must wait, for an outcome or another
-        post."""
+        """Send the members of ``heads`` (posts of the next collective) the outcomes of
+        earlier operations that they do not know; refuse posts of those that missed a
+        success. Return False if the collective cannot start now."""
         if any(self._running(ref) for post in heads for ref in post.message.unsettled):
             return False  # the verdict will come
         ready = True
@@ -361,8 +361,8 @@ class Matching:
                 self._refuse(post, self._overdue_error(post, now))
 
     def silent_blockers(self, running: Set[int], now: float) -> list[MemberState]:
-        """Return silent members, without roots, for whose call all others of a domain
-        wait; ``running``: domains to skip, as a collective runs there."""
+        """Return silent members that have not called a collective for which all others
+        of their domain wait, except its root. ``running``: domains to skip."""
         found: list[MemberState] = []
         for domain in {self.domain_of(member) for member in self._streams} - running:
             live = self.live(domain)
@@ -376,7 +376,7 @@ class Matching:
         return found
 
     def _overdue_error(self, post: Post, now: float) -> errors.ReplicasError:
-        """Return the error of a post past its deadline, with whom it waited for."""
+        """Return the error of a post past its deadline, naming the missing members."""
         if post.pairwise:
             names, texts = [post.message.root], [post.message.root + never_joined(post.message.root, self._roster)]
         else:

@@ -132,8 +132,8 @@ class Operation:
     def can_do_without(self, member: Member) -> bool:
         """Return True if the others can end the operation without this member.
 
-        Not without the root, one of a pair, a receiver of a version, or the last
-        member.
+        Return False for the root, for both members of a ``send`` and ``recv``, for each
+        member of a version's broadcast, and for the last member.
         """
         root = self.root_post.member if self.root_post is not None else None
         return not (self.pairwise or self.transfer) and member != root and len(self.posts) > 1
@@ -212,9 +212,10 @@ class Operation:
         )
 
     def final_error(self, error: errors.ReplicasError, now: float) -> errors.ReplicasError | None:
-        """Return the error to end with after a failed attempt, counted already.
+        """Return the error with which the operation must end after a failed attempt.
 
-        Return None if another attempt may succeed.
+        Return None if it may be tried again. Nothing is changed: the caller has counted
+        the failure in :attr:`failures`.
 
         :param error: why the attempt failed.
         """
@@ -231,7 +232,10 @@ class Operation:
         return self.error(kind, text, members=error.members or None, phase=error.phase, hint=error.hint)
 
     def overdue_error(self) -> errors.ReplicasError:
-        """Return the error of an operation past its deadline: it names the missing."""
+        """Return (do not raise) the error of an operation past its deadline.
+
+        It names the members that have not answered.
+        """
         what, answered = "did not end", self.done
         if self.state != "running":
             what = "had no process group"
@@ -246,7 +250,7 @@ def missed(text: str, member: Member, phase: str = "wait", *, hint: str = RESYNC
     """Return (do not raise) the error of a member that missed what the others have
     done.
 
-    :param text: what that is. :param phase: in which the member was then.
+    :param text: the whole message. :param phase: the member's phase at that time.
     :param hint: what the member can do about it.
     """
     return errors.Gone(text, phase=phase, members=[member.name], hint=hint)

@@ -144,7 +144,7 @@ class Operations:
                 self._lanes.close(operation.lane, reason)
 
     def _run(self, operation: Operation, now: float) -> None:
-        """Get a lane for the attempt, and queue Go to all once that has formed."""
+        """Give a forming operation a lane; if that has formed, queue Go to all."""
         if operation.state != "forming":
             return
         if operation.lane is None:
@@ -163,7 +163,7 @@ class Operations:
     def _lane_for(self, operation: Operation, now: float) -> Lane:
         """Return a lane (process group) of the participants; open one if there is none.
 
-        For a pair also a larger one that has formed.
+        A ``send`` with its ``recv`` also takes a larger lane that has formed.
         """
         lanes, roster, members = self._lanes, self._roster, operation.participants
         wanted = roster.states(members)
@@ -192,7 +192,7 @@ class Operations:
                 self._lanes.close(lane)
 
     def _backend(self, operation: Operation, states: Sequence[MemberState]) -> Backend:
-        """Return ``nccl`` if configured, or if all can use it for these tensors."""
+        """Return the configured backend, or where it is open ``nccl`` if that works."""
         config = self._roster.config
         if config.backend == "gloo" or (config.backend == "nccl" and (config.peers or config.staging != "device")):
             return config.backend
@@ -264,10 +264,10 @@ class Operations:
     def _handle_failure(
         self, lane: Lane | None, blamed: Sequence[Operation], error: errors.ReplicasError, now: float
     ) -> None:
-        """Close a lane that failed, and retry or end its operations.
+        """Close the lane (None: there is none yet), and retry or end its operations.
 
-        :param blamed: operations that may have been the cause: a second failure ends
-            them.
+        :param blamed: those that may be the cause: each is counted a failure, and the
+            second one ends it.
         """
         # Count before the lane is closed: closing starts the operations again, and
         # clears the count if a member was lost.
@@ -370,7 +370,7 @@ class Operations:
             self._vanished.clear()  # needed only for running operations
 
     def reply(self, post: Post, error: errors.ReplicasError | None = None, receipt: ReceiptData | None = None) -> None:
-        """Queue the verdict of a post to its member, if that is in the roster."""
+        """Queue a post's verdict, an error or a receipt, to its member if present."""
         if post.member in self._roster:
             wire = WireError.of(error) if error is not None else None
             self._context.send(post.member, OperationEnd(post.message.post, receipt, wire))

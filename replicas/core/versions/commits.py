@@ -51,13 +51,11 @@ class Commits:
         self.publishes = Publishes(config.name, context.past.floor, all_ranks=all_ranks)
         self.recommits = Recommits(context, self.publishes, self._recommit)
         self.told = {self.latest, *context.past.aborted}
-        """Versions whose end an earlier coordinator has reported, as far as is known
-        here: no event reports it again."""
+        """Versions whose end an earlier coordinator reported: not reported again."""
         self.contents = Contents(context)
         self.steps = Steps(config.name)
         self._decided_here = False
-        """True if this coordinator began the publish of the newest commit: then no
-        other source can have published that number."""
+        """True if the newest commit's publish began here: no other has its number."""
         self.catch_ups = [CatchUp(context, self._take_first_digest, whom) for whom in get_args(Whom)]
         self.manifests = Manifests(config.name, context.out)
         self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
@@ -99,7 +97,7 @@ class Commits:
     def publishing(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
     ) -> None:
-        """Handle a rank's message that it begins, has packed or cannot publish."""
+        """Handle a rank's message: it begins a publish, has packed, or cannot pack."""
         publish = self.publishes.get(state.member, message.publish)
         match message:
             case wire.PublishBegin():
@@ -246,7 +244,7 @@ class Commits:
             catch_up.advance(wanted, self.main, now)
 
     def _may_start(self, publish: Publish, now: float) -> bool:
-        """Return False if the publish must wait for targets or their hosts."""
+        """Return False while targets are too few, or the hosts of new ones unknown."""
         enough = self._target_replicas() >= self._context.config.min_targets
         return enough and not self._context.hosts.delays_publish(publish.packed_at, now)
 
@@ -255,7 +253,8 @@ class Commits:
         return len({(s.member.group, s.member.replica) for s in self._roster.targets if not s.draining})
 
     def _end_overtaken(self, publish: Publish, now: float) -> None:
-        """Fail a publish that was overtaken; end the newest commit as committed."""
+        """End a publish whose version is not newer than the newest commit: as committed
+        if an earlier coordinator has committed this very publish, else as failed."""
         if publish.asked.resumed and publish.version == self.latest and not self._decided_here:
             holders = self._holders(publish.version)
             publish.receipt = publish.receipt_of(holders, {}, self._roster, self.decided, now)
@@ -308,7 +307,7 @@ class Commits:
             self._commit(publish, transfer, now)
 
     def _too_few(self, publish: Publish, text: str, hint: str, phase: str = "acknowledge") -> errors.PeersLost:
-        """Return (do not raise) the error of a publish that too few targets can get."""
+        """Return the error of a publish that lacks targets; ``text``: in which way."""
         text = f"version {publish.version} is not committed: {text}"
         return errors.PeersLost(text, phase=phase, members=tuple(publish.lost), hint=hint)
 
@@ -344,9 +343,8 @@ class Commits:
         self._context.marks.note(publish.group, publish.replica, version=publish.version)
 
     def _decide(self, version: int, digest: str, payload: Payload | None, *, content: int = 0, name: str = "") -> None:
-        """Decide that the version is committed, and tell members; the record is on disk
-        before. ``content``: the version whose bytes it has (0: its own); ``name``: the
-        label that moves to it (empty: ``current``)."""
+        """Commit the version; members hear of it once that is on disk. ``content``: the
+        version whose bytes it has (0: its own); ``name``: its label (or current)."""
         context = self._context
         self.steps.committed(*self.newest)  # the step may be of an earlier coordinator, and learned since
         self._decided_here = False
@@ -360,7 +358,7 @@ class Commits:
             context.out.append(fell)
 
     def _recommit(self, one: Recommit) -> bool:
-        """Commit an older version's content again; return False while it is unknown."""
+        """Commit older content again; return False if its manifest is unknown here."""
         payload = self.contents.of(one.version)
         if payload is not None:
             self._decide(one.number, payload.digest, payload, content=one.content)
@@ -371,14 +369,16 @@ class Commits:
         return {s.member for s in self._roster if s.is_target and s.carries and version in s.held}
 
     def _take_first_digest(self, payload: Payload) -> None:
-        """Learn the newest commit's digest, unknown so far, from its first image."""
+        """Store the digest of this payload as the newest commit's, if that has none."""
         if payload is self.committed and not self.decided:
             self._context.ledger.learn_digest(payload.digest)
 
     # ----------------------------------------------- publishes of another coordinator
 
     def adopt_commit(self, version: int, digest: str, content: int = 0, *, served: bool = True) -> None:
-        """Decide a commit that a member knows; ``served``: targets may load it."""
+        """Commit a version that a member knows as committed, if it is newer than ours.
+        ``content``: the version whose bytes it has (0: its own). ``served``: it becomes
+        ``current``, else a candidate where there are such."""
         if version > self.latest:
             name = "" if served or self._context.config.follow == "newest" else CANDIDATE
             self._decide(version, digest, None, content=content, name=name)
@@ -416,7 +416,7 @@ class Commits:
         self._verdict(publish, snake_case(type(error).__name__), now)
 
     def _verdict(self, publish: Publish, outcome: str, now: float, transfer: Transfer | None = None) -> None:
-        """Queue the publish's end to its ranks; emit its record (``outcome``)."""
+        """Queue the end to its ranks; emit it (``committed``, or the error's name)."""
         context = self._context
         record = publish.record(outcome, now, moved=transfer is not None)
         self.publishes.end(publish, committed=publish.receipt is not None)
@@ -428,8 +428,8 @@ class Commits:
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, state: MemberState, now: float, *, in_order: bool) -> None:
-        """Go on without a lost member (out of the roster already); fail publishes that
-        it packed. ``in_order``: it left, and is not missed."""
+        """Go on without a lost member (out of the roster already). Fail its replica's
+        publishes that are being packed; ``in_order``: only those that it has begun."""
         member = state.member
         self.manifests.lost(member)
         self._unread = [(one, message) for one, message in self._unread if one is not state]
@@ -446,7 +446,7 @@ class Commits:
             transfer.lost(member, now)
 
     def tick(self, now: float, *, recovering: bool) -> None:
-        """Check deadlines; with ``recovering`` members of before may still return."""
+        """Check deadlines; ``recovering``: members of a former term may return."""
         for transfer in self.transfers:
             transfer.tick(now)
         for publish in self.publishes.without_verdict():
@@ -514,7 +514,7 @@ class Commits:
         self.fail(publish, error, now)
 
     def _unpacked_error(self, publish: Publish, waited: str) -> errors.DeadlineExceeded:
-        """Return the error of a publish not packed in time (``waited``, as text)."""
+        """Return the error that names the ranks that have not packed in ``waited``."""
         replica = self._roster.replica(publish.group, publish.replica)
         ranks = self.publishes.unpacked(publish, max((state.hello.world_size for state in replica), default=1))
         late = [rank for rank in ranks if rank not in {member.rank for member in publish.begun}]

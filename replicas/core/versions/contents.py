@@ -63,8 +63,8 @@ class Contents:
     def for_latecomers(self) -> list[Wanted]:
         """Return the versions that are to be sent to members which lack them.
 
-        As payloads (manifest and facts). Each comes with the names of these members:
-        holders of a lease, or None for all targets.
+        Each is a payload (manifest and facts) with the names of the members that are to
+        get it: those that hold a lease of the version, or None for all targets.
         """
         served, leased = self.wanted, self.leased.items()
         wanted = [(content, None) for content in served]
@@ -72,7 +72,11 @@ class Contents:
         return [(self._payloads[content], whom) for content, whom in (*wanted, *more) if content in self._payloads]
 
     def obtainable(self, members: Iterable[MemberState], version: int) -> bool:
-        """Return True if any of ``members`` can get a committed version's bytes."""
+        """Return True if any of ``members`` can get a committed version's bytes.
+
+        They can if a member holds any of them, or if the coordinator keeps the memory
+        of a lost member on their host.
+        """
         content, payload = self._ledger.content(version), self.of(version)
         owners = payload.part_owners if payload is not None else ()
         return self._context.keeping.serves(content, owners, members) or self.is_held(content)

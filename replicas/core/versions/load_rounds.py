@@ -76,7 +76,7 @@ class LoadRound:
         return self.state == "partial"
 
     def move(self, event: RoundEvent) -> None:
-        """Change the state of the round by the table ``ROUND``; raise if impossible."""
+        """Change the state by the table ``ROUND``; raise InvalidStep if it cannot."""
         self.state = ROUND.next(self.state, event)
 
     def assign(self, version: int) -> None:
@@ -175,8 +175,8 @@ class LoadRounds:
         return self._of_replica.get((group, replica), LoadRound())
 
     def touch(self, state: MemberState) -> None:
-        """Make :meth:`advance` due for the replica of this rank, which has changed (as
-        the versions that it holds), if a rank of the replica waits."""
+        """Have :meth:`take_due` return the replica of this rank, whose held versions or
+        state have changed, if a rank of the replica waits for a version."""
         key = (state.member.group, state.member.replica)
         if self._known(*key).asks:
             self._due.add(key)
@@ -246,7 +246,7 @@ class LoadRounds:
         self._due.add((member.group, member.replica))
 
     def cancel_ask(self, member: Member, ask: int) -> None:
-        """Withdraw a rank's request of this number, and a grant that has crossed it."""
+        """Withdraw a rank's request number ``ask``, and any grant not yet reported."""
         round_ = self.of(member.group, member.replica)
         if (found := round_.asks.get(member)) is not None and found.ask == ask:  # else a newer ask has crossed this
             del round_.asks[member]
@@ -300,7 +300,7 @@ class LoadRounds:
         self._recompute_loaded(round_, state.member)
 
     def left_behind(self, group: str, replica: int, version: int, why: str) -> None:
-        """Report that this replica keeps its version; the others load a newer one."""
+        """Queue the event that this replica did not load ``version``, as others did."""
         self._note_failure(self.of(group, replica), group, replica, version, why, kept=True)
 
     def _note_failure(self, round_: LoadRound, group: str, replica: int, version: int, why: str, *, kept: bool) -> None:
@@ -411,9 +411,9 @@ class LoadRounds:
                 self._out.append(Send(state.member, ReceiveGrant(ask.ask, round_.version)))
 
     def _given_again(self, round_: LoadRound, view: ReplicaView, latest: int) -> bool:
-        """Grant the version that all serve to ranks that ask for it again.
+        """Grant the round's version again to ranks that serve it and ask for it.
 
-        Return True if no other version may be opened, as a rank is still owed this one.
+        Return True if a rank is yet to ask: no other version may be granted before.
 
         :param latest: the newest version that the replica may load.
         """

@@ -38,10 +38,11 @@ class LoadWatches:
         self._watches.pop(member, None)
 
     def answer(self) -> None:
-        """Answer the members that watch a version which all targets have loaded.
+        """Queue the answers to watches that are decided: a member asks by a watch to be
+        told when all targets have loaded a version.
 
-        Also one that no target will load, as it was refused. A version counts as loaded
-        by all even if a target has left since.
+        It is decided once they have, even if a target has left since, or once targets
+        have refused the version and no other one is waited for.
         """
         loaded = self._rounds.loaded_by_all()
         decided = self._seen != self._ledger.changes

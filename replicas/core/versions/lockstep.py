@@ -94,8 +94,8 @@ class Lockstep:
         return self._served.version
 
     def is_rejected(self, version: int) -> bool:
-        """Return True if the decision is that targets load neither ``version`` nor the
-        newest one."""
+        """Return True if targets will not load ``version``: it is newer than the one
+        that they are to load, and the newest committed version was rejected."""
         return version > self.served and self._newest.version in self._rejected
 
     def waits(self, member: Member) -> bool:
@@ -167,10 +167,11 @@ class Lockstep:
             self._reject(version, f"{state.member.replica_name} does not load it ({why})")
 
     def touch(self, key: Key) -> None:
-        """Find out again whether the poll waits for a replica, which has changed.
+        """Find out again whether the poll (the question to all targets whether they can
+        load a version) waits for a replica.
 
-        A change is a join, a loss, a report, or the begin of a drain. :meth:`advance`
-        may decide then.
+        Call it after a join, a loss, a report, or the begin of a drain. The next
+        :meth:`advance` may then decide.
 
         :param key: its group and index.
         """
@@ -181,7 +182,8 @@ class Lockstep:
     def _is_awaited(self, key: Key) -> bool:
         """Return True if the poll waits for a report of the replica.
 
-        Not if a rank is missing, or draining, or if all ranks have reported.
+        It does not if a rank is missing or draining, if all ranks have reported, or if
+        the poll before went on without the replica.
         """
         view = self._rounds.view(*key)
         if key in self._outside or len(view.ranks) < view.expected or any(state.draining for state in view.ranks):
@@ -248,10 +250,11 @@ class Lockstep:
         return wire.WireError.of(error)
 
     def _decide_if_due(self, now: float) -> None:
-        """End the poll if a replica lacks the version, all reported, or time is up.
+        """End the poll on a version if one of its ends has come; else do nothing.
 
-        At the deadline the version is adopted without the replicas that have not
-        reported.
+        Reject the version if a replica can no longer get it. Adopt it (all targets load
+        it) if all replicas have reported that they can, or at the deadline, which
+        leaves out the others.
         """
         version = self._candidate.version
         leads = any(not self.served or self._rounds.of(*_key(member)).loaded for member in self._said)
@@ -269,16 +272,20 @@ class Lockstep:
             self._adopt(self._candidate)
 
     def _lacks(self, key: Key) -> bool:
-        """Return True if the replica asks, and can no longer get the polled version.
+        """Return True if the replica waits for a version, but cannot get that polled.
 
-        A rank of it has not, or no longer, the bytes, and a newer version is committed.
+        It cannot if one of its ranks does not have the bytes, and a newer version is
+        committed.
         """
         version, ranks = self._candidate.version, self._rounds.view(*key).ranks
         asks = self._newest.version > version and self._rounds.of(*key).asks
         return bool(asks) and any(not self._rounds.holds(state, version) for state in ranks)
 
     def _adopt(self, newest: Newest) -> None:
-        """Decide that all targets load the version, unless it is rejected."""
+        """Decide that all targets load the version ``newest``, unless it was rejected.
+
+        Nothing is sent: :meth:`_answer` does that.
+        """
         if newest.version not in self._rejected:
             self._adopted = {*sorted(self._adopted)[1 - _KEPT :], newest.version}
             self._served = max(self._served, newest, key=lambda one: one.version)

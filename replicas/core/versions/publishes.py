@@ -133,7 +133,7 @@ class Publish:
     ) -> ReceiptData:
         """Return the receipt of the committed publish.
 
-        Clear the roster's notes of failed loads, which it takes.
+        Move the reasons of failed loads from the roster's history into the receipt.
 
         :param members: those that hold the version.
         :param lost: why targets lack it, by name.
@@ -386,9 +386,10 @@ class Publishes:
             self.queue.append(publish)
 
     def filled(self, member: Member, message: Filled, now: float) -> Publish | None:
-        """Record that a rank has filled a slot that was sent meanwhile (*streaming*).
+        """Record that a rank has filled its slot, of which bytes were sent before that.
 
-        Return its publish, or None if that is over, or the rank was not streaming.
+        Such a rank is *streaming*. Return its publish; return None, and do nothing, if
+        the publish is over or the rank was not streaming.
         """
         publish = self.get(member, message.publish)
         packed = publish.packed.get(member) if publish is not None else None

@@ -47,7 +47,9 @@ class Recommits:
     def __init__(self, context: ChannelContext, publishes: Publishes, commit: Callable[[Recommit], bool]) -> None:
         """Start with none under way.
 
-        :param commit: commits it; returns False while the manifest is not known here.
+        :param publishes: give out version numbers.
+        :param commit: commits a Recommit; returns False while the manifest of its
+            content is not known here.
         """
         self._context, self._publishes, self._commit = context, publishes, commit
         self.waiting: Recommit | None = None

@@ -82,7 +82,7 @@ class RecordedState:
 
     @property
     def digest(self) -> str:
-        """Digest of that version; empty if it was unknown at the commit."""
+        """Digest of the newest version on disk; empty if unknown at the commit."""
         return self.ledger.digest
 
     def recorded(self, decision: Decision) -> None:
@@ -176,10 +176,11 @@ class Recovery:
     # ------------------------------------------------------------ reports of members
 
     def on_hello(self, state: MemberState, now: float) -> None:
-        """Take over versions and counts that a member from before knows (its Hello).
+        """Learn from the Hello of a member that comes from an earlier coordinator.
 
-        Decide commits that it has seen, begin the window if this is the first such
-        member, and have it discard bytes that differ from those committed.
+        Decide the commits that the member has seen, and continue its numbers of
+        versions and publishes. Queue Discard for bytes of it that differ from those
+        committed. The first such member begins the window if there is no decision log.
         """
         commits, hello = self._commits, state.hello
         self._awaited.discard(state.member)
@@ -209,8 +210,8 @@ class Recovery:
     ) -> bool:
         """Return True if the message was stored until the end of the window.
 
-        That holds for a publish without a number, and for messages that follow it. The
-        caller handles other messages now.
+        During the window a source's new publish is stored, with messages that follow
+        it. Messages on resumed publishes are not: the caller handles them now.
         """
         # a target's publish is refused, now as well as later
         at_once = isinstance(message, wire.PublishBegin) and (message.resumed or not state.is_source)
@@ -255,9 +256,10 @@ class Recovery:
             self._resolve_version(version)
 
     def _end_known_publishes(self, now: float) -> None:
-        """Fail resumed publishes whose replica has had their verdict.
+        """Fail resumed publishes that an earlier coordinator has ended without commit.
 
-        It has if one of its ranks does not announce the publish again.
+        That is known from the log, or because a rank that had begun the publish has
+        come back and does not resume it: so the rank has had its verdict.
         """
         commits = self._commits
         for publish in [publish for publish in commits.publishes.without_verdict() if publish.asked.resumed]:
@@ -273,10 +275,10 @@ class Recovery:
                 commits.fail(publish, errors.SyncError(text, phase="commit", hint="publish again"), now)
 
     def _resolve_version(self, version: int) -> None:
-        """Commit a version that no publish carries, if all targets hold it alike.
+        """Decide about a version that members hold, but that no open publish carries.
 
-        Otherwise have its holders discard it. If its source is back, it would have
-        announced the version.
+        Commit it if all targets hold the same bytes and no source has come back. (A
+        source would resume the publish.) Else queue Discard to the holders.
         """
         targets = [s for s in self._roster if s.is_target and s.carries]
         digests = {state.held.get(version, "") for state in targets}
@@ -294,9 +296,10 @@ class Recovery:
     # ----------------------------------------------- the bytes of the committed version
 
     def advance(self, now: float) -> None:
-        """Ask a holder for a version whose manifest is needed and unknown here.
+        """Get the manifest of a version that is needed here, from a member that has it.
 
-        Queue Describe to it, then fetch the manifest that it names.
+        Take the next step: queue Describe to a holder, or fetch the manifest that its
+        answer names. Do nothing if no manifest is missing, or during the window.
         """
         commits = self._commits
         contents = commits.contents
@@ -329,9 +332,10 @@ class Recovery:
             self._answer = message
 
     def undescribed(self, state: MemberState) -> None:
-        """Record that a holder cannot describe its copy: another holder is asked next.
+        """Record that a holder cannot describe its copy of a version.
 
-        The copy no longer counts as one. A member that was not asked is ignored.
+        The member does not count as a holder then, and :meth:`advance` asks another
+        one. A member that was not asked is ignored.
         """
         if state is self._described:
             state.drop_version(self._asked)
@@ -340,8 +344,8 @@ class Recovery:
     def _read(self, holder: MemberState, answer: wire.Described, now: float) -> bool:
         """Fetch and read the manifest that a holder described; then store the payload.
 
-        Return True, also while the manifest is on its way: call again until it is here.
-        Return False if the description is of no use.
+        Return False if the description is of no use, so that another is needed. Return
+        True if the manifest is here, or under way: then call again.
         """
         commits, wanted = self._commits, answer.manifest_hash
         known = self._context.ledger.versions.get(answer.version)

@@ -95,7 +95,8 @@ class Serving:
             self.exposed = max(self.exposed, version)
 
     def tell(self, state: MemberState) -> None:
-        """Queue a Commit of the newest version that the member is to know, if new."""
+        """Queue a Commit of the newest version that the member is to know, unless it
+        was told that or a newer one."""
         version = due(self._ledger, self._config, state, self.canary)
         if version > state.told:
             self._note_told(state, version)
@@ -113,8 +114,9 @@ class Serving:
     def choose_canary(self) -> None:
         """Choose the replicas that load the candidate, if any, before the others.
 
-        Complete replicas with the lowest numbers; first those that were told of it.
-        Tell them of the candidate. While there are too few, each call looks again.
+        Take replicas with all ranks: first those that were told of the candidate, then
+        by number. Queue the Commit to them. Later calls keep the choice, and add to it
+        while it has fewer replicas than configured.
         """
         candidate, config = self._ledger.candidate(), self._config.canary
         if config is None or not candidate:
@@ -216,8 +218,9 @@ class Serving:
     def report(self, what: What, version: int, *, name: str = "", value: float = 0.0, why: str = "") -> None:
         """Emit the event of a decision about a version.
 
-        :param what: the kind of the decision.
-        :param name: of a lease, label or score; ``value`` belongs to it.
+        :param what: the kind of the decision. :param why: the reason, as text.
+        :param name: of the lease, label or score that the decision is about, if any.
+        :param value: its seconds, its version, or the score, as in the event.
         """
         why = text_of(why, REASON_LENGTH)
         self._context.emit(VersionDecided(self._config.name, version, what, name=name, value=value, why=why))

@@ -331,7 +331,7 @@ class Steering:
     # ------------------------------------------------------------ what members keep
 
     def joined(self) -> None:
-        """Have :meth:`advance` tell a member that has joined what to keep."""
+        """Record that a member has joined: :meth:`advance` sends it what to keep."""
         self._newcomers = True
 
     def _message(self) -> wire.Labels:

@@ -134,7 +134,8 @@ class Haproxy:
                 raise errors.UsageError("there is no program haproxy", hint=hint) from error
 
     def is_gone(self) -> Reason | None:
-        """Return why haproxy has ended or takes no commands, or None."""
+        """Return how haproxy has ended, or why it is given up (since a :meth:`bring_to`
+        has failed), or None. Do not wait."""
         code = self._process.poll()
         return self._lost if code is None else f"haproxy ended with {code}"
 
@@ -162,7 +163,9 @@ class Haproxy:
         """Send haproxy the weight and state of each server that has a place (its number
         in all backends), and the tables from labels and versions to backends.
 
-        :param servers: by URL; those without a place get no requests yet.
+        :param routes: has the weights and labels.
+        :param servers: the servers of ``routes`` by URL; those without a place get no
+            requests yet.
         """
         placed = {self._places[url]: server for url, server in servers.items() if url in self._places}
         self._choose_backends({server.version for server in placed.values()})

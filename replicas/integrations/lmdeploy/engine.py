@@ -63,7 +63,10 @@ class LmdeployEngine(HttpEngine):
         self._specs = ModelSpecs(model, complete=complete)
 
     def read_identity(self) -> None:
-        """Ask the server; raise UsageError if it is not LMDeploy's."""
+        """Check by a request that the server is LMDeploy's, and read nothing from it.
+
+        :raises replicas.errors.UsageError: it is another server.
+        """
         self._sleeps()
 
     def _sleeps(self) -> bool:
@@ -76,8 +79,8 @@ class LmdeployEngine(HttpEngine):
 
     def check(self, update: Update, timeout_s: float) -> str:
         """Compare the names, shapes and dtypes of the version ``update`` with the
-        model's; return why it does not fit, or an empty text. The server is not
-        asked."""
+        model's; return why it does not fit, or an empty text. The server is not asked,
+        and ``timeout_s`` is not used."""
         return self._specs.misfit(update) or ""
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
@@ -115,7 +118,11 @@ class LmdeployEngine(HttpEngine):
         """Do nothing: the sleep has freed the cache, and waking makes an empty one."""
 
     def resume(self, timeout_s: float) -> None:
-        """Wake the server, with an empty cache. Raises SyncError if it still sleeps."""
+        """Wake the server, with an empty cache, and wait for its answer. Raises
+        SyncError if it still sleeps.
+
+        :param timeout_s: how many seconds it may be idle before it answers.
+        """
         self.post("/wakeup", {}, query={"tags": "kv_cache"}, timeout_s=timeout_s)
         if self._sleeps():
             raise self.server_lost_error(f"{self.name} still sleeps: {self.server.url} has refused to wake")

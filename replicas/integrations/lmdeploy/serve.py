@@ -70,7 +70,8 @@ def follow(
     :param api_key: the server's API key.
     :param stop: ends the call when it is set; default: never.
     :param timeout: seconds until the server must be up; default 900.
-    :param engine_timeout: as for :func:`replicas.integrations.sglang.follow`.
+    :param engine_timeout: seconds for which the engine may stay silent while it is at
+        work, or cannot be seen from here; default 600. An idle one is given up earlier.
     :param identity: ``endpoint``, ``token``, ``run``, ``group`` and ``replica`` as for
         :func:`replicas.join`; default: the environment.
     :raises replicas.errors.SyncError: the server is gone, or a version failed to load

@@ -51,8 +51,8 @@ class LmdeployGate(Gate):
 
 
 def _control_paths(routes: Any) -> Iterator[str]:
-    """Yield the paths of routes that LMDeploy defines beside those that change its
-    weights, without those that are for everybody."""
+    """Yield the paths among ``routes`` that change the server or its engine: those of
+    LMDeploy's management modules, except the ones that are open to every client."""
     for route in routes:
         module = getattr(getattr(route, "endpoint", None), "__module__", "")
         if module in CONTROL and route.path not in (*OPEN, *CLIENTS):
@@ -69,7 +69,10 @@ def main() -> None:
 
     def serve_behind_gate(app: Any, **options: Any) -> None:
         """Put the gate in front of ``app``, and serve it; LMDeploy calls this in place
-        of ``uvicorn.run``."""
+        of ``uvicorn.run``.
+
+        :param options: those of ``uvicorn.run``.
+        """
         app.add_middleware(LmdeployGate, routes=app.routes)
         serve(app, **options)
 

@@ -37,9 +37,10 @@ def difference(tensors: Mapping[str, torch.Tensor], ask: Ask, *, on_cpu: bool) -
     could be compared.
 
     :param tensors: those of the version, by checkpoint name, on the host.
-    :param ask: sends one request to the server; returns None if it is not supported.
-    :param on_cpu: compare by checksums first, which can be computed here for a CPU
-        only.
+    :param ask: posts a JSON body to a path of the server, and waits; returns the
+        decoded answer, or None if the server refuses the request.
+    :param on_cpu: whether the server computes on a CPU. Its checksums are compared
+        first then; those of a GPU cannot be computed here.
     """
     found = _by_checksums(tensors, ask) if on_cpu else None
     return _by_samples(tensors, ask) if found is None else found
@@ -48,7 +49,10 @@ def difference(tensors: Mapping[str, torch.Tensor], ask: Ask, *, on_cpu: bool) -
 def _by_checksums(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
     """Compare by the server's checksums of whole parameters. Return "A, B differ", an
     empty text if all are equal, or None if none can be compared, as with a sharded
-    model."""
+    model.
+
+    :param ask: posts a JSON body to a path; returns the answer, None if refused.
+    """
     answer = ask("/weights_checker", {"action": "checksum", "selector": "target"}) or {}
     ranks = answer.get("ranks") or []
     if any(_shards(rank, unknown=len(ranks)) > 1 for rank in ranks):
@@ -64,10 +68,11 @@ def _by_checksums(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
 
 
 def _shards(rank: Mapping[str, Any], unknown: int) -> int:
-    """Return among how many schedulers the model is split.
+    """Return the number of schedulers (processes of SGLang) that the model is split
+    among.
 
     :param rank: the server's answer for one scheduler.
-    :param unknown: returned if the answer does not say so.
+    :param unknown: the number to return if the answer does not say so.
     """
     return max((one["tp_size"] * one["pp_size"] for one in rank.get("parallelism_info", ())), default=unknown)
 
@@ -94,7 +99,10 @@ def _checksum(parts: list[torch.Tensor]) -> str:
 def _by_samples(tensors: Mapping[str, torch.Tensor], ask: Ask) -> str | None:
     """Compare the first two rows of about 12 tensors, asked of the server by name.
     Return "A, B differ", an empty text if all are equal, or None if the server shows
-    none."""
+    none.
+
+    :param ask: posts a JSON body to a path; returns the answer, None if refused.
+    """
     names = list(tensors)
     compared, others = 0, []
     for name in names[:: max(1, len(names) // SAMPLES)]:

@@ -133,18 +133,18 @@ class SglangEngine(HttpEngine):
 
     def check(self, update: Update, timeout_s: float) -> str:
         """Compare the names, shapes and dtypes of the version ``update`` with the
-        model's; return why it does not fit, or an empty text. The server is not
-        asked."""
+        model's; return why it does not fit, or an empty text. The server is not asked,
+        and ``timeout_s`` is not used."""
         return self._require_folder().misfit(update) or ""
 
     def pause(self, mode: PauseMode, timeout_s: float) -> None:
         """Pause the server by a request, and wait for its answer.
 
-        In mode "wait" send nothing, as the load itself waits for the requests in
-        flight.
-
-        :param timeout_s: how long the server may be idle before it answers, or
-            SyncError is raised.
+        :param mode: what becomes of requests in flight: "keep" puts them back to be
+            computed again, "abort" ends them. With "wait" nothing is sent here: the
+            load itself waits for them.
+        :param timeout_s: seconds for which the server may be idle before it answers;
+            then raise SyncError.
         :raises replicas.errors.UsageError: mode "wait" with an external store.
         """
         if mode == "wait":
@@ -155,12 +155,12 @@ class SglangEngine(HttpEngine):
         self._pause("retract" if mode == "keep" else "abort", timeout_s)
 
     def _pause(self, how: str, timeout_s: float) -> None:
-        """Pause the server by a request, and wait.
+        """Record that the server is paused, also if the call fails; pause it by a
+        request, and wait for the answer.
 
-        Note that it is paused, even if the call fails.
-
-        :param how: SGLang's own mode, "retract" or "abort". :param timeout_s: as for
-            :meth:`pause`.
+        :param how: SGLang's own mode, "retract" or "abort".
+        :param timeout_s: seconds for which the server may be idle before it answers;
+            then raise SyncError.
         """
         self._paused = True  # possibly even if the call fails
         self.post("/pause_generation", {"mode": how}, timeout_s=timeout_s, serving=True)
@@ -189,10 +189,13 @@ class SglangEngine(HttpEngine):
         self._require_folder().loaded(update)
 
     def reset_caches(self, timeout_s: float) -> None:
-        """Clear the server's external store, if it has one, and wait for that.
+        """Clear the server's external store, if it has one, and wait for that. Its
+        other caches were cleared by the load, which fails if a scheduler could not.
 
-        The load has cleared the prefix caches, and fails if a scheduler could not:
-        ``/flush_cache`` would also make the server collect garbage, for seconds.
+        (``/flush_cache`` would also make the server collect garbage, for seconds.)
+
+        :param timeout_s: seconds for which the server may be idle before it answers;
+            then raise SyncError.
         """
         if self._settings.get("hicache_storage_backend"):
             self.post("/hicache/storage-backend/clear", timeout_s=timeout_s)
@@ -212,7 +215,10 @@ class SglangEngine(HttpEngine):
     def warm_up(self, timeout_s: float) -> None:
         """Send a request and wait for the answer, so that the server compiles what
         requests need. A server that refuses it is only logged; SyncError is raised if
-        it is gone."""
+        it is gone.
+
+        :param timeout_s: seconds for which the server may be idle before it answers.
+        """
         try:
             self.post("/generate", WARM_UP, timeout_s=timeout_s, serving=True)
         except errors.SyncError as error:
@@ -227,11 +233,14 @@ class SglangEngine(HttpEngine):
         return int(said) if str(said).isdigit() else None
 
     def checksum(self, update: Update, timeout_s: float) -> str | None:
-        """Compare the server's tensors with the version. Return the names of tensors
-        that differ, as a text; an empty text; or None if none could be compared.
+        """Compare the server's tensors with the version, by requests; wait for the
+        answers. Return "A, B differ" with names of tensors, an empty text if no
+        difference was found, or None if none could be compared.
 
         On a CPU compare by ``/weights_checker``, else some rows of some tensors, if the
         server returns them (``/get_weights_by_name``).
+
+        :param timeout_s: seconds for which the server may be idle before each answer.
         """
 
         def ask(path: str, body: dict[str, Any]) -> Any:

@@ -91,7 +91,8 @@ def find_model(model: str) -> Path | None:
 def read_specs(folder: Path) -> dict[str, Spec]:
     """Return names, dtypes and shapes from the headers of a model's safetensors files.
 
-    Empty, with a warning in the log, if the folder has none or the choice is ambiguous.
+    Return an empty dict, and log a warning, if the folder has none, or has several and
+    no index that says which of them make the model.
 
     :raises replicas.errors.UsageError: a file is malformed.
     """
@@ -209,9 +210,11 @@ class ModelFolder(ModelSpecs):
         return self.path
 
     def _copy_tied(self, update: Update) -> None:
-        """Replace ``tied.safetensors``: write copies of tied tensors, which the
-        version's memory has once, under those other names that the model's own files
-        have, or if these are not known under all other names.
+        """Replace ``tied.safetensors``, a file of copies of tied tensors: the version's
+        memory has each of them only once, under its first name.
+
+        The copies have the other names: those that the model's own files have, or all
+        of them if the names in the model's files are not known.
 
         :raises replicas.errors.NoCapacity: the copy cannot be written.
         """
@@ -246,10 +249,12 @@ def read_tensor(
     server's processes call this function by its name.
 
     :param path: path of the memory.
-    :param offset: offset of the tensor in bytes.
+    :param offset: offset of the tensor in the memory, and :param nbytes: its size, both
+        in bytes.
     :param dtype: torch's name of the dtype, without ``torch.``.
-    :param _: ignored; the server itself puts ``device`` in place of the seventh
-        argument.
+    :param _: not used; it makes ``device`` the seventh argument.
+    :param device: None in the follower's request; each process of the server replaces
+        the seventh argument by its own device before the call.
     """
     import torch
 

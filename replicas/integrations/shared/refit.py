@@ -88,10 +88,11 @@ def channel_settings(metadata: Sequence[Metadata]) -> dict[str, Any]:
 
 
 def first_sync(metadata: Sequence[Metadata]) -> int:
-    """Return the largest ``sync`` number in the workers' metadata: not below that of
-    any earlier sync. The sync that begins gets the next number.
+    """Return the largest ``sync`` number in the workers' metadata. The sync that begins
+    gets the next number, which is above those of all earlier syncs.
 
-    Numbers come from clocks that count in microseconds, faster than any trainer syncs.
+    Each worker's number is at least the present time in microseconds: the result grows
+    even if all workers are new and know of no earlier sync.
     """
     return max(int(one["sync"]) for one in metadata)
 
@@ -187,9 +188,11 @@ class Refit:
         """Begin a sync; return the metadata that this worker sends to all others.
 
         A pending receive ends with an error, and an update (a received version) that
-        was not finalized counts as failed. A trainer that shares a publish which is
-        still open leaves the channel: the others could take parts of its next publish
-        for parts of this one.
+        was not finalized counts as failed.
+
+        If the last publish is still open, and several trainers each publish a share of
+        it, this trainer also leaves the channel, to join again in this sync: parts of
+        the two publishes could be mixed otherwise.
         """
         self._sync_attempts += 1
         self._end_update("the sync was broken off")
@@ -295,8 +298,11 @@ class Refit:
 
     async def _receive_or_give_up(self, channel: replicas.Channel) -> replicas.Update:
         """Wait for this sync's update (its version, open for reading), and return it.
-        Raise SyncError if no trainer is a member for :data:`ALONE_S`, the next sync
-        begins, or the deadline has passed."""
+
+        :raises replicas.errors.SyncError: for :data:`ALONE_S` seconds no trainer was a
+            member, or :meth:`prepare` has begun the next sync, or no version came by
+            the deadline.
+        """
         life, until = self._sync_attempts, time.monotonic() + self._deadline_s
         alone_since: float | None = None
         pending = channel.receive(at_least=("sync", self._sync), deadline=self._deadline_s)
@@ -380,9 +386,11 @@ def _not_joined_error(what: str) -> errors.UsageError:
 
 
 def _share(weights: Iterable[tuple[str, torch.Tensor]], seat: Seat) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield (name, tensor) for this trainer's share, and (name, None) for other
-    tensors: each goes to the trainer with the fewest bytes so far, which all compute
-    alike.
+    """Yield (name, tensor) for each tensor that this trainer publishes, and (name,
+    None) for each one that another trainer does.
+
+    A tensor is assigned to the trainer that has the fewest bytes so far; all trainers
+    see the same tensors in the same order, so all compute the same.
 
     :param seat: this trainer's rank, and the number of trainers.
     """

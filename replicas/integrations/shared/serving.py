@@ -123,8 +123,10 @@ def run_command(
 
 
 def follow_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of an integration's ``follow`` that :func:`add_following`
-    has read, by name."""
+    """Return keyword arguments for an integration's ``follow``, by name.
+
+    :param options: what a parser with the options of :func:`add_following` has read.
+    """
     return {
         "mode": options.pause_mode,
         "every": options.every,

@@ -252,9 +252,9 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return without_tied_head(update, update.manifest, head=self._has_head)
 
     def _try(self, update: replicas.Update) -> None:
-        """Check, without loading, that the version ``update`` fits the model. If not,
-        end the update, report the version to the channel as refused, and raise
-        ManifestMismatch."""
+        """Check, without loading, that the version ``update`` fits the model; if it
+        does, leave the update open. If not, end it, report the version to the channel
+        as refused, and raise ManifestMismatch."""
         try:
             manifest = update.manifest
             self._reload.check_fit(manifest.hash, self._weights_of(update), manifest.aliases)
@@ -265,12 +265,14 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ) from error
 
     def _open_update(self, info: UpdateInfo) -> replicas.Update:
-        """Return the open update (the version's memory, held for reading) of the
-        version in ``info``. If it is not open, end that of another version, and
-        receive: block ``info.timeout_s`` at most.
+        """Return the update (the version's memory, held for reading) of the version
+        that ``info`` requests. If another version is open here, report that as failed
+        or refused first; if the version is not open, receive it, for ``info.timeout_s``
+        at most.
 
-        :param info: vLLM's request. For version 0 only end the open update as refused,
-            if ``info.refuse`` has a reason and no load has begun, and raise SyncError.
+        :param info: vLLM's request. With version 0 always raise SyncError; before, if
+            ``info.refuse`` has a reason and no load has begun, report the open version
+            as refused.
         :raises replicas.errors.SyncError: the channel gave this replica another
             version.
         """
@@ -306,8 +308,9 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Report the open version to the channel as loaded, and end the update: its
-        memory may be reused. Before that, zero caches of keys and values with NaN."""
+        """Set NaN and infinities left in the caches of keys and values to zero. Then
+        report the open version to the channel as loaded, and end the update: its memory
+        may be reused."""
         if not self._load_begun:
             raise errors.UsageError("no version was loaded", hint="call update_weights first")
         self._clear_memory()

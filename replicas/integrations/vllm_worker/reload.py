@@ -188,8 +188,8 @@ class EngineReload:
         unused: list[str] = []
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
-            """Yield ``weights`` to the model's loader; note which ones it copied, and
-            the last one."""
+            """Yield ``weights`` to the model's loader. Record the present one in
+            ``last``, and those that the loader has not copied in ``unused``."""
             nonlocal last
             for name, tensor in weights:
                 before = given.calls
@@ -232,8 +232,8 @@ class EngineReload:
         return compare_sample(self._model, self._places, weights, turn)
 
     def _keep_incomplete(self) -> dict[int, tuple[str, str, tuple[int, ...]]]:
-        """Let vLLM regard all layers as incomplete, so that it makes none real, and
-        replace their tensors by meta tensors.
+        """Replace the real tensors of the model's layers by meta tensors, and have vLLM
+        regard all layers as incomplete, so that it allocates no memory for them.
 
         :returns: path, name and shape of all parameters, by the address of their
             storage.

@@ -180,7 +180,8 @@ class Forkserver:
 
     @property
     def fds(self) -> set[int]:
-        """Descriptors that would hide the rank's end if a forked child kept them."""
+        """Descriptors of this connection and the spare sidecar. A child that the rank
+        forks must close them: else the forkserver does not see that the rank ended."""
         own, spare = {self._sock.fileno()} - {-1}, result_of(self._spare)
         return own if spare is None else own | spare.fds
 

@@ -121,9 +121,10 @@ class Sidecar(HelperProcess):
         return SidecarFailed(reply if isinstance(reply, wire.Failed) else wire.Failed(reply.id, text))
 
     def _answers_ping(self, reply: wire.Reply) -> bool:
-        """Return True if ``reply`` is a pong; pass its traffic to ``on_moved``.
+        """Return True if ``reply`` is a pong, and pass its traffic to ``on_moved``.
 
-        Of a sidecar that reports an error and exits, keeps the error as the reason.
+        Return False for any other reply. If it is an error after which the sidecar
+        exits, store its text as the reason of that end.
         """
         if isinstance(reply, wire.Pong):
             if reply.moved is not None and self.on_moved is not None:
@@ -135,9 +136,11 @@ class Sidecar(HelperProcess):
 
 
 def _of_this_process(spec: GroupSpec) -> GroupSpec:
-    """Return the spec with this process's GPU and NCCL variables, where unset.
+    """Return a copy of the spec with this process's GPU and ``NCCL_`` variables, where
+    the spec does not set them.
 
-    The sidecar has inherited those of its forkserver, which may be outdated.
+    Without them the sidecar would use the variables that it inherited from its
+    forkserver, which may be outdated.
     """
     changes: dict[str, Any] = {}
     if not spec.device and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped

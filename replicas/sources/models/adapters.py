@@ -79,8 +79,9 @@ class Merging:
         """Unload PEFT from the copied modules, and find which layers must be merged
         together; merge nothing.
 
-        :param found: the model without wrappers; PEFT's own class replaces its tuned
-            layers by their base layers.
+        :param found: the copied module tree, without wrappers. It is changed: PEFT
+            replaces the tuned layers in it by their base layers. The user's model is
+            not changed.
         """
         peft_model = found.module
         _check_methods(peft_model, peft_model.active_adapters, MERGED, 'hf(model, adapter="only")')
@@ -164,8 +165,8 @@ class Merging:
     def key(self, group: tuple[str, ...]) -> object:
         """Return a key by which a group's merged dtypes and shapes can be cached.
 
-        Groups with equal keys have equal ones; it depends on classes, shapes and
-        dtypes.
+        Groups with equal keys have the same dtypes and shapes after a merge. The key is
+        made of the layers' classes and active adapters, and of dtypes and shapes.
         """
         layers = [self._layers[path] for path in group]
         parts = [
@@ -179,8 +180,8 @@ class Merging:
         return list({id(tensor): tensor for tensor in found}.values())
 
     def _tuner_of(self, holder: nn.Module) -> Any:
-        """Return a copy of PEFT's object that merges (the tuner), for the layers in
-        ``holder``."""
+        """Return a shallow copy of PEFT's tuner, the object that merges adapters, which
+        has ``holder`` in place of its model: so it merges only the layers in there."""
         tuner = object.__new__(type(self._tuner))
         tuner.__dict__.update(self._tuner.__dict__, _modules={"model": holder}, _parameters={}, _buffers={})
         return tuner

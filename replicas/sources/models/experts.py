@@ -30,9 +30,11 @@ a layer without experts."""
 
 
 def merge_in_slices(layers: Iterable[nn.Module]) -> None:
-    """Merge the active adapters of those layers that pack experts, in place.
+    """Merge active adapters, in place, into layers that pack experts (whose parameters
+    hold the weights of all experts of a layer), a few experts at a time.
 
-    PEFT marks the layers as merged, and does not merge them again.
+    Layers without experts are left alone, and so are all if the installed PEFT does not
+    merge slices correctly. PEFT marks a merged layer, and does not merge it again.
 
     :param layers: private copies of tuned layers.
     """

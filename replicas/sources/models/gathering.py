@@ -45,8 +45,8 @@ class WholeTensors:
             self._open.clear()
 
     def tensor_of(self, row: Arrangement) -> torch.Tensor:
-        """Return the tensor of a row; gather or merge first unless that is done (a
-        collective).
+        """Return the tensor of a row. Gather or merge its inputs first, which is a
+        collective, unless an earlier row has done so.
 
         Under FSDP2 return the DTensor itself, if the row is all of it. Other results
         may be views of the model or of gathered memory, valid until
@@ -92,10 +92,10 @@ class WholeTensors:
         return self._plan.units.get(id(self._plan.state[name]))
 
     def _whole(self, name: str) -> torch.Tensor:
-        """Return the whole tensor of this name, as a part of what its group has
-        gathered.
+        """Return the whole tensor of this name.
 
-        The group is gathered or merged first, unless it is (a collective).
+        If it is not there yet, gather or merge first all tensors that share its key
+        (a collective), and keep them until :meth:`release_after`.
         """
         key = self._key(name)
         if key not in self._open:

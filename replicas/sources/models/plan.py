@@ -193,9 +193,13 @@ class Planner:
         return Plan(self._trained(arrangements[1], state, ()), state, {}, None)
 
     def _remember(self, structure: _Structure) -> None:
-        """Remember in which modules the tensors are, for :meth:`_known_plan`.
+        """Store in which modules of the model the tensors of its plan are: the next
+        publish can then reuse the plan (:meth:`_known_plan`).
 
-        Forget it if some are elsewhere, as with adapters or FSDP1.
+        Store nothing, and drop an older entry, if some of the tensors are not in the
+        model's own modules, as with adapters or FSDP1.
+
+        :param structure: the model without wrappers, with its tensors by name.
         """
         self._memo.places = None
         modules = list(self._model.modules())

@@ -114,7 +114,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self._alive: list[object] = []
 
     def name(self, tensor: torch.Tensor, step: _Step | str) -> None:
-        """Record ``step`` as what made a tensor, unless a step is recorded.
+        """Record that ``step`` made a tensor, unless a step is recorded for it already.
 
         The tensor is kept alive, as its id is unique only while it lives.
 
@@ -195,7 +195,8 @@ def record(
 
 
 def _raise_not_made(name: str) -> Arrangement:
-    """Raise UsageError for a result that is not made of the given tensors."""
+    """Raise UsageError, always: the conversion's result ``name`` is not made of the
+    given tensors. The declared result only lets it stand where a value is needed."""
     raise errors.UsageError(
         f"the conversion of this model returns {name!r}, which is not made of its tensors", hint=_IN_MEMORY
     )
@@ -207,7 +208,8 @@ def _arranged(
     """Return how a step's result is made: as a view of one input, or by replayed steps.
 
     :param metas: the inputs by name, meta tensors on which the step is replayed.
-    :param storages: names of the inputs by their storage.
+    :param storages: names of the inputs by the address of their storage, from which a
+        view of an input is recognised.
     :param known: results so far by operation; new ones are added.
     :raises replicas.errors.UsageError: the result is not made of the given tensors.
     """

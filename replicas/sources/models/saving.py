@@ -56,8 +56,8 @@ def check(model: Any, state: Mapping[str, torch.Tensor]) -> None:
 def _names_of_class(model: Any) -> set[str]:
     """Return the names of the tensors that a model of this configuration should have.
 
-    Its class is made on the meta device; if the class needs more arguments, its nearest
-    base class that does not.
+    To learn them, an object of the model's class is made on the meta device. If the
+    class cannot be made from a configuration alone, its nearest base class is tried.
 
     :raises replicas.errors.UsageError: no class can be made so.
     """

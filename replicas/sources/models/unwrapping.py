@@ -102,9 +102,10 @@ class _Copier:
         self._tensors: dict[object, torch.Tensor] = {}
 
     def copy(self, module: nn.Module) -> nn.Module:
-        """Return the copy of a module without its wrappers.
+        """Return the copy of a module, without wrappers.
 
-        Make it with all below it, once.
+        The first call for a module copies it with all modules below it; later calls
+        return the same copy.
         """
         inner = _wrapped(module)
         if inner is not None:
@@ -185,7 +186,8 @@ def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    """Return the module inside a wrapper that keeps names of parameters, or None."""
+    """Return the module inside a wrapper such as DDP, FSDP1 or ``torch.compile``.
+    Return None if ``module`` is not a wrapper."""
     for library, name, attribute in _WRAPPERS:
         kind = getattr(sys.modules.get(library), name, None)  # None if not imported
         if kind is not None and isinstance(module, kind):

@@ -164,8 +164,8 @@ class Agent:
     async def run(self) -> int:
         """Serve until the end, and end every process that this agent started.
 
-        :return: 0 if the run is over or this node was released; 1 if the supervisor
-            could not be reached, neither within the lease nor after it.
+        :return: 0 if the run is over or this node was released; 1 if the supervisor is
+            gone, or was not reached again in time.
         :raises replicas.errors.WorldError: no supervisor accepted this node.
         """
         work = [asyncio.create_task(one) for one in (self._stop.wait(), self._serve(), self._watch())]
@@ -203,9 +203,9 @@ class Agent:
     # ------------------------------------------------------------ time
 
     async def _watch(self) -> None:
-        """Ping the shims and send a beat each second; end all after the lease.
+        """Ping the shims and send a beat each second, until the agent must end.
 
-        Return when the agent must end.
+        End all replicas when the lease (the time to run unheard) is over.
         """
         while not self._tenancy.ended:
             now = self._loop.time()
@@ -225,7 +225,7 @@ class Agent:
             await asyncio.sleep(BEAT_S if until is None else max(0.01, min(BEAT_S, until - now)))
 
     async def _end_with_lease(self) -> None:
-        """End all replicas, as they may start elsewhere; wait, then allow to rejoin."""
+        """End all replicas after the lease; allow a new join when all are gone."""
         log.warning("node %s: ending all its replicas: %s within the time allowed (lease)", self.node, _UNREACHED)
         self._tenancy.step("lease_over")
         self._lease_ended_at = self._loop.time()
@@ -286,19 +286,19 @@ class Agent:
             failures += 1
 
     def _is_final(self, error: InvalidStatus | errors.UsageError) -> bool:
-        """Return True if the refusal is permanent: no supervisor counts on this node.
+        """Return True if the supervisor's refusal is final, and this agent must end.
 
-        Return False while replicas run here: another program may have the port for a
+        Return False while it serves a run: another program may have the port for a
         moment, and only the lease ends the agent then.
         """
         refused = isinstance(error, errors.UsageError) or error.response.status_code in (401, 403)
         return refused and not self._tenancy.serves
 
     def _should_give_up(self, error: Exception) -> bool:
-        """Return True if this node, without processes, should stop dialling.
+        """Return True if this agent, without processes, should stop dialling and end.
 
-        :param error: of the last try; a refused connection means that the machine runs
-            and its supervisor does not.
+        :param error: of the last dial. A refused connection means that the machine runs
+            and its supervisor does not; else, the time to rejoin decides.
         """
         if not self._shims.empty.is_set() or self._tenancy.state not in ("leaving", "ending", "rejoining"):
             return False
@@ -307,9 +307,9 @@ class Agent:
         return late or isinstance(error, ConnectionRefusedError)
 
     def _disconnected(self) -> None:
-        """End an agent without a lease, or limit its life to ``adopt_s`` from now.
+        """End an agent without a lease: now, or in ``adopt_s`` if that is allowed.
 
-        An agent with a lease continues; so does an agent that has not joined.
+        Do nothing if it has a lease, or has not joined yet.
         """
         if self._welcome is None or self._tenancy.leased or not self._tenancy.serves:
             return
@@ -319,18 +319,17 @@ class Agent:
             self._tenancy.limit_without_supervisor(self._loop.time(), self._welcome.adopt_s)
 
     def _is_stale(self, began_after: float | None) -> bool:
-        """Return True if this connection's messages concern processes that were ended.
+        """Return True if the agent is ending, or a lease has ended since this dial.
 
-        :param began_after: loop time of the last lease's end when it was dialled, or
-            None.
+        :param began_after: end of the last lease before the dial (loop time), or None.
+            Messages of that time concern processes that were ended.
         """
         return self._tenancy.ended or self._lease_ended_at != began_after
 
     async def _converse(self, link: SupervisorLink, began_after: float | None) -> None:
         """Send Hello, and obey orders until the connection ends or is stale.
 
-        :param began_after: loop time of the last lease's end when it was dialled, or
-            None.
+        :param began_after: end of the last lease before the dial (loop time), or None.
         :raises _Refused: the supervisor rejects this agent for good.
         :raises TimeoutError: the supervisor is silent, or asks to try again.
         """
@@ -378,7 +377,7 @@ class Agent:
             await cancelled(writer)
 
     def _apply_welcome(self, welcome: wire.Welcome, asked_at: float) -> None:
-        """Use a Welcome's lease (from the Hello at ``asked_at`` on) and token."""
+        """Use a Welcome's token and lease, counted from the Hello at ``asked_at``."""
         before = self._tenancy.until
         self._tenancy.granted(welcome.lease_s, asked_at)
         self._shims.lease_until = self._tenancy.until  # for shims that start before the next tick
@@ -390,9 +389,9 @@ class Agent:
         self._ping_if_ending_soon(before)
 
     def _ping_if_ending_soon(self, before: float | None) -> None:
-        """Ping the shims now if the lease that they know ends before the next tick.
+        """Ping the shims now if the previous lease, the one they know, ends very soon.
 
-        :param before: the end of that lease, by the loop's clock, or None.
+        :param before: end of that lease by the loop's clock; None if there was none.
         """
         now = self._loop.time()
         if before is not None and before - now < 2 * BEAT_S:

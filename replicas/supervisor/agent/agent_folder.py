@@ -44,7 +44,7 @@ class AgentFolder(LockedFolder):
         self._said_at = -math.inf
 
     def acquire(self) -> str:
-        """Lock the folder, end a dead agent's processes, and return its identity.
+        """Lock the folder, end a dead agent's processes, and return the folder's id.
 
         Make the folder if needed. Blocks up to about 15 s; longer while shims of a dead
         agent do not die.
@@ -65,9 +65,10 @@ class AgentFolder(LockedFolder):
 
         The caller repeats this while the lock is held.
 
-        :param lock: descriptor of the lock file, which may get the lock here.
+        :param lock: our descriptor of the lock file. If no holder is visible, try to
+            lock it.
         :raises replicas.errors.UsageError: a living agent, or a process that is not
-            visible from here, holds it.
+            visible from here, holds the lock.
         """
         holders = leftovers.lock_holders(self.path / "lock")
         orphans = [pid for pid in holders if leftovers.is_orphan(pid)]

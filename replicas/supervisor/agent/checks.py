@@ -103,8 +103,8 @@ def examine_machine(
 ) -> Iterator[Finding]:
     """Yield the findings of all checks that need no config. Change nothing.
 
-    :param state_dir: a state folder, searched for leftovers and free space; None for
-        none.
+    :param state_dir: a state folder, searched for leftovers and free space; None to
+        skip these checks.
     :param ours: pids of the run's processes; empty if it does not run.
     :param demand: the needs of the run on this machine.
     """
@@ -159,8 +159,8 @@ def _gpus(machine: Machine, ours: Collection[int]) -> Iterator[Finding]:
 def _limits(machine: Machine, demand: Demand) -> Iterator[Finding]:
     """Yield findings on limits of files and processes, and on kernel features.
 
-    :param demand: the needs of the run on this machine, for the limits that must
-        suffice.
+    :param demand: the needs of the run on this machine. A finding is a problem if a
+        limit is too low for them.
     """
     many = demand.processes
     yield _limit("open files", resource.RLIMIT_NOFILE, _FILES_BASE + _FILES_EACH * many, "-n")

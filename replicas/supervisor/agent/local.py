@@ -54,6 +54,8 @@ async def _run(options: argparse.Namespace) -> int:
     """Run the agent until its end, and return its exit code.
 
     At the end, remove the Unix socket if its supervisor is dead.
+
+    :param options: the parsed command line: node, run, socket, state folder etc.
     """
     groups = RunCgroups(options.run, options.cgroup, limited=options.limited)
     agent = Agent(

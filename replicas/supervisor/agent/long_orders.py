@@ -60,7 +60,8 @@ class LongOrders:
     async def _clean(self, shims: tuple[wire.ShimLeft, ...]) -> None:
         """Kill the processes of shims of an earlier agent, until none is left.
 
-        Report each time which shims have no process left. Skip shims of this agent.
+        After each round of kills, send the supervisor the marks of the shims that have
+        no process left. Skip shims of this agent.
 
         :param shims: marks, pids and control groups of the shims to clean up after.
         """

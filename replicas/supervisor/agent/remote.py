@@ -61,7 +61,7 @@ class _AgentConnection(PortConnection):
 async def _dial(to: Invitation) -> tuple[SupervisorLink, str]:
     """Connect to the supervisor. Return the connection and its local address.
 
-    :param to: address and token; a later token in it is used for the next connection.
+    :param to: address and token, as they are now; a renewed token serves the next call.
     """
     link = await dial(way_to(to.endpoint, to.token), "/agent", _AgentConnection, **CONNECTING)
     return link, str(link.transport.get_extra_info("sockname")[0])

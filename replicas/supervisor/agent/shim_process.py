@@ -161,10 +161,13 @@ class ShimProcess:
             send_signal(self._pidfd, signal.SIGKILL)
 
     def check_shim(self, now: float, lease_until: float | None, patience_s: float) -> None:
-        """Record how long the shim is silent, and ping it. To be called every second.
+        """Note in :attr:`state` for how long the shim has not answered; ping it if due.
 
-        :param lease_until: when the shim ends unless it learns a later time before, in
-            seconds of the machine's monotonic clock.
+        To be called every second. Does not wait for the answer.
+
+        :param now: the present time of the machine's monotonic clock.
+        :param lease_until: when the shim must end unless a later ping extends it, by
+            the same clock; None for no such time.
         :param patience_s: how long the shim runs without a ping; 0 for no limit.
         """
         silent_s = self._silence.measure_silence(now)  # minus our own pauses
@@ -191,10 +194,11 @@ class ShimProcess:
                 self._changed()
 
     def _take_state(self, state: PartState) -> None:
-        """Use a state that the shim sent, but keep our own identity and silence.
+        """Replace :attr:`state` by one that the shim sent, and call ``changed``.
 
-        Call ``changed``. The part counts as gone only after the end of the shim. Warn
-        if the shim is of another release of this package.
+        Keep the part's identity (mark, group etc.) and ``silent_s``, as known here. The
+        part counts as gone only after the end of the shim. Warn if the shim is of
+        another release of this package.
         """
         if self.state.main_pid is None and state.main_pid is not None and state.release != __version__:
             log.warning(

@@ -116,7 +116,7 @@ class Shims:
     def _start(self, order: Start) -> None:
         """Start a shim, unless its mark (its random id) is known.
 
-        A failure becomes the state of its part, as if that had started and ended.
+        If that fails, note a state for its part: ended, with the error in its report.
         """
         state = identify_part(order.spec)
         nonce = state.nonce
@@ -234,9 +234,10 @@ class Shims:
     # ------------------------------------------------------------ telling
 
     def take_all_states(self) -> tuple[PartState, ...]:
-        """Return the state of each part, and count them all as sent.
+        """Return the state of each part, and mark them all as sent.
 
-        Each has the losses of log lines that were already reported as ``known_losses``.
+        Each has, as ``known_losses``, the lost log lines of the state sent before,
+        which the supervisor has counted.
         """
         before, self._sent_states = self._sent_states, self._states
         return tuple(

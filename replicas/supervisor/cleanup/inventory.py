@@ -53,12 +53,12 @@ class InventoryTimer:
         self._last = Inventory()
 
     def on_time(self, now: float) -> None:
-        """Take the inventory (pids, GPU use) if it is due; ``tell`` of a new one."""
+        """Take the inventory (pids, GPU use) if due; pass a changed one to ``tell``."""
         if now >= self.due:
             self._note(take_inventory(self._pids()), now)
 
     def take_final(self, now: float) -> None:
-        """Take the inventory (pids, GPU use) now, joined with the previous one.
+        """Take the inventory (pids, GPU use) now, and add the previous one's pids.
 
         For the moment before the processes are ended. Call ``tell`` if it has changed.
         """
@@ -67,7 +67,10 @@ class InventoryTimer:
         self._note(Inventory(old.gpu or found.gpu, tuple(processes)[:_MAX_PROCESSES]), now)
 
     def _note(self, found: Inventory, now: float) -> None:
-        """Keep the inventory; set the next time; call ``tell`` if it has changed."""
+        """Keep the inventory ``found``, and set when the next is due after ``now``.
+
+        Call ``tell`` if it differs from the previous one.
+        """
         self.due = now + _INTERVAL_S
         if found != self._last:
             self._last = found

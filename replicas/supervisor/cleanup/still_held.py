@@ -76,13 +76,14 @@ class StartObstacles:
         return bool(new)
 
     async def wait_until_clear(self, old: Sequence[Inventory], pause: Callable[[float], Awaitable[bool]]) -> None:
-        """Wait for the GPU memory of the previous generation, up to :data:`CLEAR_S`.
+        """Wait until the previous generation's processes hold no GPU memory.
 
-        Emit an event for each holder, and another for those that hold it at the end.
+        Give up after :data:`CLEAR_S`. Emit an event for each holder, and a second one
+        for each that still has memory when the wait is given up.
 
         :param old: the last known processes of that generation (the replica's last
             start).
-        :param pause: waits for the given seconds; returns False to give up.
+        :param pause: waits for the given seconds; returns False to end the wait early.
         """
         pids = frozenset(pid for one in old if one.gpu for pid, _ in one.processes)
         deadline = time.monotonic() + CLEAR_S

@@ -49,10 +49,7 @@ class TrackerGrace:
     """Spares Python's resource trackers for a moment."""
 
     def __init__(self) -> None:
-        """Begin with no process seen yet.
-
-        The first call of :meth:`spared` starts the time.
-        """
+        """Begin without a time limit; the first call of :meth:`spared` sets it."""
         self._until = 0.0
         self._last: float | None = None
 
@@ -142,8 +139,8 @@ def finder(look: Callable[[], Iterable[int]], is_one: Callable[[int], bool]) -> 
     """Return a function that finds processes, with their start times.
 
     :param look: returns pids of candidates.
-    :param is_one: checks a candidate again after its start time is read, as pids can be
-        reused.
+    :param is_one: returns True if a pid is one of the processes to be found. Called
+        after the start time is read, as the pid can be reused meanwhile.
     """
 
     def find() -> dict[int, int]:

@@ -71,11 +71,11 @@ class PredecessorWaits:
         self._write_leases()
 
     def grant(self, lease: Lease) -> Reason | None:
-        """Write the lease of an agent that joins to disk, with a sync.
+        """Write the lease of a joining agent to disk with fsync, if it has one.
 
-        A lease is how long the agent may run without a supervisor. An agent without one
-        (``lease_s`` 0) ends with this supervisor: only note that it has reported its
-        shims.
+        A lease is how long the agent may run without a supervisor. An agent with
+        ``lease_s`` 0 ends with this supervisor: write no lease for it, but mark an
+        unseen lease of its process as seen.
 
         :returns: the problem of the disk in words, or None if the agent may join.
         """
@@ -92,7 +92,9 @@ class PredecessorWaits:
         return None
 
     def _note_seen(self, incarnation: str) -> None:
-        """Note that an agent, which may have an unseen lease, has reported its shims.
+        """Mark an agent's unseen lease, if any, as seen, and write that to disk.
+
+        Its agent has reported which shims run under it.
 
         :param incarnation: id of the agent's process.
         """
@@ -112,10 +114,10 @@ class PredecessorWaits:
             self._write_leases()
 
     def tick(self, now: float) -> bool:
-        """Forget unseen leases that are over. Return True if the last one is.
+        """Forget unseen leases that are over. Return True if no other is left then.
 
-        Unseen: no state says what runs under the lease, so all replicas wait for its
-        end.
+        Return False if this call forgets none. Unseen: no state says what runs under
+        the lease, so all replicas wait for its end.
         """
         over = [key for key, until in self._unseen.items() if now > until]
         for key in over:
@@ -145,8 +147,8 @@ class PredecessorWaits:
     def stranger(self, state: PartState, handle: ShimHandle) -> None:
         """Record a shim that belongs to no replica, until its processes are gone.
 
-        The replica whose earlier generation it is waits for that (:meth:`blocks`). The
-        caller ends the shim.
+        Until then :meth:`blocks` delays the replica that has the shim's group and
+        index. The caller orders the end of the shim.
 
         :param state: as its agent reported it. :param handle: shows when they are gone.
         """
@@ -164,9 +166,10 @@ class PredecessorWaits:
         return any(handle.node == node for _, handle in self._strangers.values())
 
     def generation(self, group: str, replica: int) -> int:
-        """Return the highest generation of a replica that may have been used before.
+        """Return the highest number that an earlier generation of a replica may have.
 
-        The replica itself does not know of it; its next one must have a higher number.
+        It may come from a lost state or a stranger, which the replica does not know.
+        The replica's next generation must have a higher number.
         """
         return max(self._file.floor, self._generations.get((group, replica), 0))
 

@@ -65,9 +65,9 @@ class Health:
         return f"no heartbeat from rank {ranks} (limit: {config.heartbeat_timeout_s:g} s)", view.heartbeat_age_s or 0.0
 
     def step(self, state: ReplicaState, *, ready: bool, silent: bool, now: float) -> ReplicaEvent | None:
-        """Note the observed state. Return the event that leads to it, or None.
+        """Note what was observed. Return the event to apply to the replica's state.
 
-        None if the replica has that state already.
+        Return None if the state shows it already, and need not change.
 
         :param state: the present state of the replica.
         :param ready: it is ready now.
@@ -84,12 +84,13 @@ class Health:
         return ReplicaEvent.UNREADY if not ready and state != "starting" and now - self.lost_at > _END_S else None
 
     def until(self, config: HealthConfig, life: Lifecycle, now: float) -> float:
-        """Return when :meth:`judge` reports its start or load as late, or 0 (never).
+        """Return the loop time after which :meth:`judge` finds start or load too late.
 
-        On the clock of ``now``, the loop's.
+        Return 0 if there is no such time.
 
         :param config: has the timeouts.
         :param life: the replica's states, with the time of its start.
+        :param now: present time of the loop's clock.
         """
         ready_by = 0.0 if self.left else self.unready_at + config.load_deadline_s
         return ready_by if self.was_ready else now - life.starting_s(now) + config.start_timeout_s
@@ -187,11 +188,12 @@ def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLine
 
 
 def line(transition: Transition, logs: Path | None, on_failure: OnFailure = "run") -> str:
-    """Return a line for people about this transition, or "" if it is not news.
+    """Return a line for people about this transition, or "" if none is to be printed.
 
     :param logs: the folder of the run's logs; None if this replica's are on another
         machine.
-    :param on_failure: what ends with a replica that has failed for good.
+    :param on_failure: whether the final failure of a replica ends the run, the group,
+        or only the replica; for the text.
     """
     name = f"{transition.group}/{transition.replica}"
     again = f" (generation {transition.generation})" if transition.generation > 1 else ""
@@ -297,10 +299,11 @@ def _last_words(event: ReplicaExited) -> str:
 
 
 def lacks(view: Readiness | None) -> Reason | None:
-    """Return, in words, which versions a ready replica does not serve.
+    """Return, in words, why a ready replica does not serve the newest versions.
 
-    No version may be committed yet, or it refused the newest one. Return None if it
-    serves all, or if ``view``, the coordinator's view of it, is None.
+    It has no version of a channel yet, or ``view``, the coordinator's view of it, has a
+    reason (for example a refused version). Return None if it serves all, or without a
+    view.
     """
     if view is None:
         return None

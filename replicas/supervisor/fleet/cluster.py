@@ -50,9 +50,9 @@ Reply = TypeVar("Reply", wire.LogReply, wire.Examined)
 def lease_of(config: Config, *, local: bool = False) -> float:
     """Return for how many seconds a node's processes may outlive the supervisor.
 
-    After that time a silent node of another machine is lost. Its agent cannot
-    distinguish a dead supervisor from a broken link, so it is at least the time of
-    adoption.
+    After that time a silent node is lost, unless it is the supervisor's own machine
+    (``local``). An agent cannot distinguish a dead supervisor from a broken link, so it
+    is at least the time of adoption.
     """
     return outlives_s(config.run.adopt_s) if local else max(config.cluster.lease_s, config.run.adopt_s)
 
@@ -66,10 +66,10 @@ class Cluster:
     def __init__(
         self, context: FleetContext, *, is_own: Callable[[Hello], bool], leaving: Callable[[str, str], None]
     ) -> None:
-        """Begin without nodes. ``is_own``: returns True if this supervisor started, or
-        took over, the agent of a Hello that came through the run's own socket.
-        ``leaving``: called with a node that is about to be taken away, and the
-        reason."""
+        """Begin without nodes. ``context``: shared parts of the run. ``is_own``:
+        returns True if this supervisor started, or took over, the agent of a Hello that
+        came through the run's own socket. ``leaving``: called with a node that is about
+        to be taken away, and the reason."""
         self._context, self._is_own, self._leaving = context, is_own, leaving
         self.members: dict[str, NodeEntry] = {}
         self._loop = asyncio.get_running_loop()
@@ -110,7 +110,7 @@ class Cluster:
     ) -> list[tuple[ShimRecord, ShimHandle]]:
         """Add an earlier supervisor's nodes, as away; return handles of their shims.
 
-        :param scope: of this machine: that supervisor's own agent must have the same.
+        :param scope: of pids here; a local agent of another scope cannot be reached.
         """
         now = self._loop.time()
         known = {agent.node: agent for agent in agents}
@@ -182,7 +182,7 @@ class Cluster:
         return name
 
     def _refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
-        """Return the refusal of an agent, or None after writing its lease to disk."""
+        """Return an agent's refusal, or write its lease to disk and return None."""
         if local and not self._is_own(hello):
             return wire.Refused(message="a newer agent of this machine has replaced this one")
         refused = refusal(self.members, hello, local=local)
@@ -203,7 +203,7 @@ class Cluster:
         return None
 
     def _welcome(self, *, local: bool) -> wire.Welcome:
-        """Return the message that accepts an agent; ``local``: that of this machine."""
+        """Return the message that accepts an agent, ``local`` or of another machine."""
         context, tokens = self._context, self._context.coordinator.tokens
         return wire.Welcome(
             run=context.config.run.name,
@@ -221,8 +221,8 @@ class Cluster:
         return wire.NewToken(tokens.text("member"), tokens.text("operator"))
 
     def _assign_leftover_shims(self, member: NodeEntry, scope: str) -> None:
-        """Have the shims of the node's earlier agent ended: by the new agent, if it has
-        the same ``scope`` of pids; else by their lease."""
+        """Have shims of the node's previous agent ended: by the new agent, if pids of
+        ``scope`` are valid for it; else count them as ended after the old lease."""
         left = {nonce: one for nonce, one in (member.cleaning | member.handles).items() if not one.state.gone}
         member.cleaning, member.handles = {}, {}
         for nonce, handle in left.items():
@@ -240,7 +240,7 @@ class Cluster:
         handle.lose(member.died)
 
     def _reconcile_shims(self, member: NodeEntry, states: Iterable[PartState]) -> None:
-        """Match the states of an agent's shims to our handles; repeat lost orders."""
+        """Update handles by an agent's shim states; resend orders that it may lack."""
         told = {state.nonce: state for state in states}
         for nonce, handle in list(member.handles.items()):
             state = told.pop(nonce, None)
@@ -365,7 +365,7 @@ class Cluster:
             handle.end(ExitReport("node", text=f"node {member.name} was lost ({reason})"))
 
     def _offer(self, member: NodeEntry) -> None:
-        """Offer the node to replicas, or withdraw it, as its state requires."""
+        """Offer the node to replicas; withdraw it if it is over or not to be used."""
         resources, cluster = self._context.resources, self._context.config.cluster
         if member.life.over or (member.local and not cluster.local):
             resources.withdraw(member.name)
@@ -464,7 +464,7 @@ class Cluster:
                     await link.over.wait()
 
     async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
-        """Send ``node`` a query; return the reply, or raise TimeoutError."""
+        """Send ``node`` a query; return a reply of ``kind``, or raise TimeoutError."""
         member = self.members.get(node)
         if member is None or member.link is None or member.life.state != "up":
             raise TimeoutError(f"node {node} is away: its agent is not connected")

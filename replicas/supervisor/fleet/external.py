@@ -72,13 +72,16 @@ class External(Replica):
             self._context.coordinator.set_draining(*self._key, self.members_generation)
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """Exclude the program from further syncs; end no process."""
+        """Exclude the program from further syncs; end no process.
+
+        The parameters are those of other replicas, and have no effect here.
+        """
         self._context.coordinator.set_draining(*self._key, self.members_generation)
         super()._end_processes(timeout_s, stacks=stacks)
 
     @property
     def members_generation(self) -> int:
-        """A number that no member's generation exceeds, to mean all of them."""
+        """A number above all generations, so that orders concern all members."""
         return _EVERY_GENERATION
 
     def member_lost(self, rank: int, reason: str) -> None:
@@ -107,9 +110,9 @@ class External(Replica):
         self._follow(ready=view.ready, now=now)
 
     def _start_if_due(self) -> bool:
-        """Begin a generation if a new program has joined.
+        """Begin a generation if a new program has joined; return True if one is there.
 
-        Return True if a program is there. Sets why the replica waits, otherwise.
+        Also note that the replica waits for a program, for its status.
         """
         joined = self._joined
         if self.life.state == "drained":
@@ -146,12 +149,12 @@ class External(Replica):
     def _end_life(self, event: ReplicaEvent, reason: str) -> None:
         """Have the coordinator forget the members of a program that is gone.
 
-        Then step the replica's states by ``event``.
+        Then step the replica's states by ``event``, with ``reason`` as its text.
         """
         self._seen, self._end = frozenset(), ""
         self._context.coordinator.forget(*self._key)
         self._apply(event, reason=reason)
 
     async def stacks(self) -> dict[str, str]:
-        """Return a note by the replica's name, because there are no stacks."""
+        """Return, by the replica's name, a note that its stacks cannot be read."""
         return {self.name: 'its program is started by others (launcher = "external"); run py-spy dump --pid there'}

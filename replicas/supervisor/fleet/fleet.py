@@ -72,7 +72,7 @@ class Fleet:
         self, context: FleetContext, *, saved: Mapping[str, SavedGroup] | None = None, wall: float = 0.0
     ) -> None:
         """Make the groups, without replicas. ``saved``: their state under an earlier
-        supervisor. ``wall``: the time of day in seconds since 1970."""
+        supervisor. ``wall``: seconds since 1970, for the times of saved restarts."""
         self._context = context
         now, known = _now(), saved or {}
         self.groups = {
@@ -98,7 +98,7 @@ class Fleet:
 
     def start(self, adopted: Adopted | None = None) -> None:
         """Start the monitor and the tasks of all replicas; do not wait. ``adopted``:
-        generations that continue; None if no agents continue."""
+        generations to continue; None to start all, even replicas that had finished."""
         for name, group in self.groups.items():
             self.resize(name)
             self._fill(group, adopted)
@@ -225,7 +225,7 @@ class Fleet:
             await self._looked.wait_for(condition)
 
     async def wait_ready(self, groups: Iterable[Group]) -> None:
-        """Wait until the groups are ready; WorldError if one has failed or all ends."""
+        """Wait until the groups are ready; WorldError if one failed or the run ends."""
         chosen = list(groups)
 
         def settled() -> bool:
@@ -287,7 +287,7 @@ class Fleet:
         return self.groups[group].size
 
     def waits_for(self, group: str, replica: int, *, first: bool) -> Reason | None:
-        """Assign nodes and return None, or return why a (``first``) start waits."""
+        """Assign nodes, or return why it waits (``first``: also for other groups)."""
         one = self.groups[group]
         if self._held_back(one):
             return f"for the other replicas of group {group}, which restart together"
@@ -300,13 +300,13 @@ class Fleet:
         return waits or (f"for {lacks}" if lacks else None)
 
     def _held_back(self, group: Group) -> bool:
-        """Return True if a restart of the whole group waits for its last replica."""
+        """Return True if the group restarts as a whole, which is not due yet."""
         if group.config.restart.strategy != "group":
             return False
         return any(one.falling for one in group.replicas.values()) or group.rules.resume_in_s(_now()) > 0
 
     def restart_group_with(self, group: str, replica: int, text: str) -> None:
-        """Restart the others, for ``text``, if the group restarts as a whole."""
+        """Restart the others if configured, as ``replica`` failed (``text``: why)."""
         one = self.groups[group]
         if one.config.restart.strategy != "group" or one.config.restart.policy == "never":
             return
@@ -317,7 +317,7 @@ class Fleet:
                 other.restart(cause, drain=False)
 
     def progressed(self, group: str, replica: int) -> bool | None:
-        """Return True for a new step or version of the generation, None if unknown."""
+        """Return whether the generation has a new step or version; None if unknown."""
         one = self.groups[group]
         if one.config.restart.strategy == "group":
             found = [other.current.progressed for other in one.replicas.values()]
@@ -352,7 +352,8 @@ class Fleet:
     async def scale(self, group: Group, replicas: int, *, reason: DrainReason = "scaled") -> None:
         """Set the size: start replicas, or drain the highest and wait for their end.
 
-        A cancelled call still drains. For an external group only the number changes.
+        WorldError if the size cannot be saved. A cancelled call still drains. For an
+        external group only the number changes, unless ``reason`` is "reloaded".
         """
         name, before, configured = group.config.name, group.size, group.configured
         group.size, group.configured = replicas, group.config.replicas
@@ -373,7 +374,7 @@ class Fleet:
         await self._remove_when_ended(group, leaving, reason).wait()
 
     def _remove_when_ended(self, group: Group, leaving: list[Replica], reason: DrainReason) -> asyncio.Event:
-        """Start a task that removes ``leaving`` when ended; return its end's event."""
+        """Remove ``leaving`` when ended, in a task; return an event for that time."""
         ended = asyncio.Event()
 
         async def finish() -> None:
@@ -387,7 +388,7 @@ class Fleet:
         return ended
 
     async def _await_end(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
-        """Wait until the replicas ``leaving`` have ended; remove them."""
+        """Wait until ``leaving`` have ended; remove them, or all of a removed group."""
         name, began = group.config.name, _now()
         for replica in leaving:
             self._context.emit(Draining(target=replica.name, reason=reason))
@@ -450,7 +451,7 @@ class Fleet:
         rested = {replica.index for replica in chosen if replica.unwanted}
 
         def due() -> list[int]:
-            """Return the indices that may restart now; WorldError ends the roll."""
+            """Return indices to restart now; WorldError if one failed or at the end."""
             aside = {index for index, one in group.replicas.items() if one.unwanted and index not in todo}
             states = {index: state for index, state in group.states.items() if index not in aside}
             todo[:] = [index for index in todo if index in states]

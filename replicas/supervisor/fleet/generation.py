@@ -95,9 +95,12 @@ class Generation:
             self.parts.append(self._context.start_shim(spec, self._changed))
 
     def adopt(self, records: list[ShimRecord], parts: list[ShimHandle]) -> None:
-        """Take over an earlier supervisor's shims, which call ``changed`` from now on.
+        """Take over an earlier supervisor's shims.
+
+        Their handles call this object's ``changed`` from now on.
 
         :param records: one for each part, in the order of ``parts``.
+        :param parts: handles of the shims, one for each part.
         """
         self._records, self.parts = records, parts
         for part in parts:
@@ -118,7 +121,7 @@ class Generation:
         return self._records
 
     def drop_records(self) -> None:
-        """Forget the records, because its shims are gone."""
+        """Forget the records of the shims, because all their processes are gone."""
         self._records = []
 
     @property
@@ -250,7 +253,7 @@ class Generation:
         return max(0.0, self._loop.time() - self._gone_by)
 
     def abandon(self) -> None:
-        """Stop following the parts that are not gone; end no process."""
+        """Call ``changed`` no longer for parts that are not gone; end no process."""
         for part in self.parts:
             if not part.state.gone:
                 part.abandon()

@@ -54,7 +54,7 @@ class GenerationOwner(Protocol):
 
     @property
     def members_generation(self) -> int:
-        """The greatest generation that its members may have."""
+        """The greatest generation number of members that an order is to concern."""
 
     @property
     def group_size(self) -> int:
@@ -126,7 +126,10 @@ class GenerationLifecycle:
 
     @property
     def progressed(self) -> bool | None:
-        """True if a step or version is new since the start; None if unknown."""
+        """True if a step or version is new since the start, else False.
+
+        None if unknown, for example because the replica is on no channel.
+        """
         if self._mark is None or not self._context.on_channel(self._key[0]):
             return None
         return self._context.coordinator.progress(*self._key) != self._mark
@@ -260,7 +263,10 @@ class GenerationLifecycle:
         return late if self.state == "syncing" else self.generation.kill_at
 
     def forgive(self, pause_s: float) -> None:
-        """Extend the limit of the sync by ``pause_s``, a pause of this process."""
+        """Extend the time limit of the sync, as this process was suspended meanwhile.
+
+        :param pause_s: how long it was suspended, in seconds.
+        """
         self._drain_by += pause_s
 
     def _follow(self) -> None:

@@ -76,11 +76,13 @@ class Group:
             replica.group = config
 
     def enter(self, replica: Replica, *, settled: bool = False) -> None:
-        """Add a replica, with the state of an earlier one of its index.
+        """Add a replica, which continues the state of an earlier one of its index.
 
-        The replica may be stopped or ended then, as its earlier one was.
+        It takes over generation number, counts and the last exit. If the earlier one
+        was halted or being ended, the new one is halted or ended, too.
 
-        :param settled: a replica that had finished or failed stays so.
+        :param settled: leave a replica that had finished or failed in that state; else
+            it starts again.
         """
         self.replicas[replica.index] = replica
         before = self._retired.pop(replica.index, None)
@@ -104,9 +106,10 @@ class Group:
         self.rules.remove_replica(replica.index)
 
     def retire_surplus(self, joined: Container[int]) -> None:
-        """Remove or stop replicas beyond the expected number that have no members.
+        """Remove replicas of an external group that have no members and are too many.
 
-        For an external group.
+        These have an index beyond the expected number. A replica that waits for a
+        program is stopped first; a later call removes it.
 
         :param joined: indices of the replicas with members.
         """
@@ -136,7 +139,7 @@ class Group:
 
     @property
     def finished(self) -> bool:
-        """True if enough replicas have finished, and the rest has failed."""
+        """True if ``min_ready`` replicas (or all) have finished; the others failed."""
         return is_done(self.staying, self.config.min_ready)
 
     @property
@@ -155,7 +158,7 @@ class Group:
 
     @property
     def good(self) -> bool:
-        """True if enough replicas are ready or have finished."""
+        """True if at least :attr:`needed` replicas are ready or have finished."""
         return is_good(list(self.states.values()), self.needed)
 
     @property
@@ -207,7 +210,7 @@ class Group:
 
 
 def _kept(replica: Replica) -> SavedReplica:
-    """Return the state of a replica that the next one of its index continues."""
+    """Return what the next replica of the same index takes over from this one."""
     life = replica.life
     settled: Literal["", "finished", "failed"] = (
         life.state if life.state == "finished" or life.state == "failed" else ""

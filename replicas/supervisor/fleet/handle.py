@@ -59,7 +59,7 @@ class AgentLink:
         self._connection.write((data,))
 
     def close(self) -> None:
-        """Set ``over``, at which the route that serves the connection closes it."""
+        """Set the event ``over``, so that the route that serves the link closes it."""
         self.over.set()
 
 
@@ -224,9 +224,10 @@ class ShimHandle:
             raise
 
     def orders_to_repeat(self, *, known: bool) -> list[Order]:
-        """Return the orders to repeat to a reconnected agent. Sends nothing.
+        """Return the orders that a reconnected agent may have missed. Sends nothing.
 
-        :param known: the agent has this shim.
+        :param known: True if the agent reports this shim; else its start is repeated,
+            too.
         """
         if self.state.gone:
             return []
@@ -299,6 +300,9 @@ class ShimHandle:
         return ShimLeft(nonce=self.nonce, pid=state.pid, start_time=state.start_time, cgroup=state.cgroup)
 
     def abandon(self) -> None:
-        """Stop calling ``changed``. The agent ends the shim when the run is over."""
+        """Stop calling ``changed``, and end a wait in :meth:`stacks` without stacks.
+
+        Sends nothing: the agent ends the shim when the run is over.
+        """
         self.changed = lambda: None
         self._answer({})

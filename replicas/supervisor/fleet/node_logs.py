@@ -133,8 +133,8 @@ class NodesReader:
     async def _answered(self) -> list[LogLine]:
         """Return the lines of readers that have answered; drop readers without the log.
 
-        After the first lines, the last reader stays: a new agent of its node may write
-        the log again.
+        Once :meth:`poll` has returned lines, the last reader is never dropped: a new
+        agent of its node may write the log again.
 
         :raises replicas.errors.UsageError: no reader is left.
         """

@@ -198,7 +198,10 @@ class Nodes:
 
     @property
     def port_wanted(self) -> int:
-        """The control port to try first if the config names none, or 0 for any."""
+        """The control port to try first unless the config names one; 0 for any.
+
+        That of an earlier supervisor, where agents look for this one, or the default.
+        """
         saved = self._context.state.saved
         if saved is not None and saved.port:
             return saved.port  # agents look for the supervisor there
@@ -374,9 +377,9 @@ class Nodes:
             self._drain_on(node)
 
     def go_on(self) -> None:
-        """Start tasks for the node drains that are not done, now that replicas run.
+        """Note that replicas run; start tasks for drains of nodes that are not done.
 
-        An earlier supervisor began them, or they were ordered during the start.
+        An earlier supervisor began these drains, or they were ordered during the start.
         """
         self._started = True
         for node, member in [*self.cluster.members.items()]:

@@ -167,7 +167,9 @@ def over_before(groups: Mapping[str, GroupConfig]) -> dict[str, frozenset[str]]:
 
 
 def _heaviest(names: set[str], apart: _Graph, weights: Mapping[str, int]) -> set[str]:
-    """Return the heaviest set of groups that may all run at once, or a larger set.
+    """Return the heaviest set of groups that may all run at once.
+
+    In rare cases (:func:`_peak`) it is a larger set, of which some never run at once.
 
     :param names: the groups to choose from.
     :param apart: for each group, the groups that never run at the same time as it.

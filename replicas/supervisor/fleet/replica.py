@@ -81,7 +81,7 @@ class Replica:
 
     @property
     def members_generation(self) -> int:
-        """The greatest generation that its members may have."""
+        """The greatest generation number of members that an order is to concern."""
         return self.life.generation
 
     @property
@@ -152,7 +152,7 @@ class Replica:
         self._apply(ReplicaEvent.ADOPT)
 
     def end_as(self, cause: Cause) -> None:
-        """End an adopted generation for the reason that was saved; start the next."""
+        """End an adopted generation for the saved ``cause``; start the next one."""
         if request_of(cause.reason) == "fault":
             self.end_for_failure(cause)
             self._end_processes(self.group.stop_timeout_s)
@@ -160,17 +160,17 @@ class Replica:
             self.restart(cause, drain=cause.reason != "group")
 
     def stop(self, hurry_s: float | None = None, *, run_over: bool = False, why: str = "stop requested") -> None:
-        """Stop the replica for good.
+        """Stop the replica for good, for the reason ``why`` (in words).
 
         :param hurry_s: skip the sync: SIGTERM now, SIGKILL after this time, which later
             calls can only shorten. If None, finish the sync first.
-        :param run_over: leave processes behind that do not die in time.
+        :param run_over: the run ends: leave processes behind that do not die in time.
         """
         if self.asked != "over":
             self._request("end_run" if run_over else "leave", hurry_s, None, "the run ends" if run_over else why)
 
     def halt(self, hurry_s: float | None = None) -> None:
-        """Stop the replica until a restart, like :meth:`stop`, unless it has ended."""
+        """Stop it like :meth:`stop`, but only until a restart, unless it has ended."""
         if not self.life.settled:
             self._request("halt", hurry_s, None, "drain requested")
 
@@ -180,7 +180,7 @@ class Replica:
             self._request("fail", None, Cause("group", reason))
 
     def _request(self, request: Request, hurry_s: float | None, cause: Cause | None, why: str = "") -> None:
-        """Record a request and its reason; order the processes to end if they must."""
+        """Record a request; end what runs: after its sync, or within ``hurry_s``."""
         if self._ask(request, cause) and not self.life.settled:
             event = ReplicaEvent.GROUP_FAILED if request == "fail" else ReplicaEvent.STOP
             self._apply(event, reason=cause.text if cause is not None else why)
@@ -193,7 +193,7 @@ class Replica:
         self.wake()
 
     def _ask(self, request: Request, cause: Cause | None = None) -> bool:
-        """Note a request and its cause. Return True if the replica must end for it."""
+        """Note a request and its cause. Return True if the caller must end it."""
         actions = self._asked.step(request)
         if "note_cause" in actions:
             self.current.cause = cause
@@ -237,7 +237,7 @@ class Replica:
     # ------------------------------------------------------------ while it runs
 
     def check(self, now: float) -> None:
-        """Update health from coordinator and clock; end a generation that is ill."""
+        """Update the health; end a generation that is silent, faulty or late."""
         if self.life.state in ("pending", "backoff"):
             self.wake()
         self.current.check_sync(now)
@@ -292,7 +292,7 @@ class Replica:
             self._end_silent(Cause("heartbeat_timeout", text), rank // self.group.nproc_per_node)
 
     def _end_silent(self, cause: Cause, part: int | None = None) -> None:
-        """Stop it for ``cause``, or for a silent node (of ``part`` if one is given)."""
+        """End it as silent, for ``cause`` or a silent node (of ``part`` if set)."""
         for one in self._generation.parts if part is None else self._generation.parts[part : part + 1]:
             if one.unheard_s() > UNHEARD_S:
                 cause = Cause("node", f"no message from the agent of node {one.node}")
@@ -301,7 +301,7 @@ class Replica:
     # ------------------------------------------------------------ ending a generation
 
     def _end_unhealthy(self, event: ReplicaEvent, cause: Cause) -> None:
-        """Step by ``event``, save stacks and stop; restart the group if configured."""
+        """Apply ``event``, save stacks, end processes; restart the group if set so."""
         self._ask(request_of(cause.reason), cause)
         self._apply(event, reason=cause.text)
         self._end_processes(self.group.stop_timeout_s, stacks=True)
@@ -317,17 +317,17 @@ class Replica:
         self.current.check_sync(self._now())
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """Send SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: save first."""
+        """Order SIGTERM (after the ``stacks``, if set); SIGKILL ``timeout_s`` later."""
         self.current.apply_event("stop", timeout_s, stacks=stacks)
 
     def _apply(self, event: ReplicaEvent, **about: Any) -> None:
-        """Step the lifecycle by an event, with details, and report it to the fleet."""
+        """Step the lifecycle by an event with details; report it to the fleet."""
         self._fleet.on_transition(self.life.apply(event, now=self._now(), **about))
 
     # ------------------------------------------------------------ the task
 
     async def run(self) -> None:
-        """Follow the state until :meth:`stop` and the end of the last process."""
+        """Start and follow generations until the replica is stopped for good."""
         try:
             while self.asked != "over":
                 if self.life.alive:
@@ -361,7 +361,7 @@ class Replica:
         self._apply(ReplicaEvent.HELD_UP, reason=self._with_hold_ups())
 
     def _with_hold_ups(self, reason: str = "") -> str:
-        """Return ``reason``, or else the generation's cause of end, and its delays."""
+        """Return ``reason`` (or the generation's cause of end), and its delays."""
         cause = self.current.cause
         reason = reason or (cause.text if cause else "stop requested" if self.unwanted else "")
         return "; ".join(filter(None, (reason, self.current.hold_ups.text)))
@@ -402,7 +402,7 @@ class Replica:
             self._apply(event, reason=text)
 
     def _judge_end(self) -> RestartVerdict:
-        """Return the restart rules' verdict: a delay before the restart, or none."""
+        """Return the rules' verdict: the delay to a restart, or that there is none."""
         now, cause = self._now(), self.current.cause
         if self.asked == "restart":
             return RestartVerdict(self._restarts.resume_in_s(now) if cause and cause.reason == "group" else 0.0)
@@ -416,7 +416,7 @@ class Replica:
 
     @property
     def _cycles(self) -> int:
-        """Consecutive failures without progress, to which the next one adds."""
+        """Failures in a row without progress; 0 after progress or a long run."""
         long = self.life.starting_s(self._now()) >= self.group.restart.window_s
         well = self.life.alive and (long or self._fleet.progressed(*self._key) is not False)
         return 0 if well else self._restarts.cycles_of(self.index)

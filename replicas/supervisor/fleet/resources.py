@@ -57,11 +57,12 @@ class Resources:
         """Beginnings of the names of nodes that should join at the start, if known."""
 
     def plan(self, config: Config, machine: Machine) -> None:
-        """Use the limits of a config that fits; offer this machine if it says so.
+        """Apply a config's limits; offer this machine if the config includes it.
 
         Replicas keep their shares until a release.
 
-        :param machine: the resources of this machine.
+        :param config: the config, which fits. :param machine: the resources of this
+            machine.
         """
         self.machine, self._grows = machine, may_grow(config)
         self._managed = any(group.resources.gpus for group in config.groups.values())
@@ -116,7 +117,7 @@ class Resources:
 
     @property
     def short(self) -> bool:
-        """True if replicas wait for the nodes of the first start."""
+        """True if replicas wait until ``min_nodes`` nodes of the config have joined."""
         return self._asked and not self._taken and len(self._offers) < self._min_nodes
 
     def assign_nodes(self, group: GroupConfig, index: int) -> Reason | None:
@@ -177,9 +178,9 @@ class Resources:
         return self._held.get((group, index), ())
 
     def placed(self, step: Transition) -> Transition:
-        """Return the event with the replica's nodes, if a generation begins with it.
+        """Return the step with the replica's nodes, if a generation begins with it.
 
-        Other events are returned as they are.
+        Other steps (changes of a replica's state) are returned as they are.
         """
         nodes = tuple(share.node for share in self.shares(step.group, step.replica))
         return replace(step, nodes=nodes) if step.after == "starting" and step.before not in RUNNING else step

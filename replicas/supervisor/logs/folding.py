@@ -64,8 +64,9 @@ class Folder:
     def _line(self, line: bytes, now: float) -> bytes:
         """Return the log's text for a complete line, or b"" if it is not logged now.
 
-        A line that redraws nested bars (moves the cursor up) is kept instead, to be
-        logged later, if such a line was logged within the last 10 s.
+        A line that redraws nested bars (moves the cursor up) is kept if one was logged
+        less than 10 s ago; :meth:`take_due_lines` or a later line returns it. A bar's
+        state that was logged before is not logged again.
         """
         is_frame = _UP.search(line) is not None
         shown, self._shown = self._shown, b""
@@ -100,7 +101,10 @@ class Folder:
         return begin - start
 
     def take_due_lines(self, now: float) -> bytes:
-        """Return the lines that are due: a bar's state, nested bars' last frame."""
+        """Return the lines that are due now, as text for the log, or b"" for none.
+
+        They are a progress bar's new state, and the last kept line of nested bars.
+        """
         lines = b""
         if self._frame and now >= self._frame_at + BAR_INTERVAL_S:
             lines, self._frame, self._frame_at = self._frame, b"", now
@@ -112,7 +116,10 @@ class Folder:
         return lines
 
     def finish(self, data: bytes) -> bytes:
-        """End the stream. Return the kept frame and ``data``, an unfinished line."""
+        """End the stream, and return the rest of its text for the log.
+
+        That is the kept line of nested bars, and ``data``, the unfinished last line.
+        """
         frame, self._frame = self._frame, b""
         shown, self._shown = self._shown, b""
         text = _last_state(data)

@@ -48,7 +48,7 @@ class RotatedFile:
             self._write(lines, size)
 
     def _open(self) -> int:
-        """Open the file, unless it is open, and end a torn line.
+        """Open the file, unless it is open; end a last line that a crash has cut off.
 
         :return: its size in bytes.
         """
@@ -99,7 +99,7 @@ class RotatedFile:
         return self.path.with_name(f"{self.path.name}.{number}") if number else self.path
 
     def _note(self, size: int) -> None:
-        """Write this offset and the time to the index, at most once a second.
+        """Append ``size`` and the time to the index of times, at most once a second.
 
         :param size: offset in bytes at which the next lines will be.
         """

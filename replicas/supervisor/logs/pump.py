@@ -250,7 +250,10 @@ class OutputLog:
         return lines
 
     def retry(self, now: float) -> None:
-        """Write to the file now if an error kept lines from it, without the delay."""
+        """Write to the file now if an error of the disk kept lines from it.
+
+        Do not wait for the time of the next try, which follows each error.
+        """
         self._retry_at = now
         if self.trouble:
             self._write(b"", now)
@@ -272,7 +275,10 @@ class OutputLog:
     # ------------------------------------------------------------ the file
 
     def _put(self, lines: bytes, now: float) -> bytes:
-        """Write lines to file and tail, or count them as lost; return them."""
+        """Append lines to the file and to the tail in shared memory; return them.
+
+        If the file cannot be written, count them as lost.
+        """
         if lines:
             self.source.keep(lines)
             if not self._write(lines, now):

@@ -138,7 +138,7 @@ class DeathWatch(_PidWatch):
     def first(self, before: Iterable[int]) -> Death | None:
         """Return the first crash of the last 60 s, or None if there was none.
 
-        :param before: pids; deaths from the first end of one of these on do not count.
+        :param before: pids. Only deaths before the first end of one of these count.
         """
         since, those = time.monotonic() - RECENT_S, frozenset(before)
         recent = itertools.takewhile(lambda one: one.pid not in those, (d for d in self._deaths if d.at >= since))

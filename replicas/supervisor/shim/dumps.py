@@ -148,7 +148,8 @@ class Stacks:
 
         :param main: the main process of the part. If it has ended, an empty answer goes
             to the agent, and ``then`` is not called.
-        :param then: called when the dump is complete.
+        :param then: called when the dump, new or running, is complete; in place of the
+            ``then`` of an earlier call.
         """
         if main is None or main.code is not None:
             self._agent.send({"type": "stacks", "found": {}})
@@ -169,7 +170,10 @@ class Stacks:
                 then()
 
     def finish(self, now: float) -> None:
-        """Log and send the stacks that are there; drop ``then``: the ranks end now."""
+        """Log and send the stacks that have arrived, and end the dump.
+
+        ``then`` is not called. For the moment at which the ranks are ended.
+        """
         dump, self._dump, self._then = self._dump, None, None
         if dump is not None:
             self._show(dump.collect_stacks(now, last=True) or [])
@@ -211,7 +215,7 @@ def _ask(asked: Asked, root: int) -> bool:
     """
 
     def still(pid: int) -> bool:
-        """Return True if this pid is still that process, and handles the signal."""
+        """Return True if the pid is still the rank's process, handling the signal."""
         return start_time(pid) == asked.start and catches(pid, stacks.SIGNUM) and is_below(pid, root)
 
     if not still(asked.pid):

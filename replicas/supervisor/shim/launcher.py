@@ -180,7 +180,10 @@ class _Agent(LocalElasticAgent):
         self._are_over = False  # the workers have ended, or had their time to end
 
     def _assign_worker_ranks(self, *arguments: Any, **named: Any) -> Any:
-        """Compute the ranks here, from equal sizes, without a store; torch calls it."""
+        """Compute the workers' ranks without the store; torch calls this.
+
+        All nodes have the same number of workers, so nothing has to be exchanged.
+        """
         os.environ[_ALIKE] = "1"  # all nodes have as many workers: ranks are computed, not exchanged in the store
         try:
             return super()._assign_worker_ranks(*arguments, **named)
@@ -204,9 +207,9 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _shutdown(self, *arguments: Any, **named: Any) -> None:
-        """End the workers, as torch does, unless they had their time to end.
+        """End the workers, as torch does, unless torch has already ended them.
 
-        A worker that survives SIGKILL is not waited for again: the shim names it.
+        Then nothing is done: the shim reports a worker that survives SIGKILL.
         """
         if not self._are_over:
             super()._shutdown(*arguments, **named)

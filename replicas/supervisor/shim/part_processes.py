@@ -106,7 +106,8 @@ class PartProcesses:
     def are_gone(self) -> bool:
         """Return True if no process of the part is left but the log pump.
 
-        Else wake the loop when one of them ends. For a sweep, in which none starts.
+        Else have the loop woken when one of them ends. To be called while the part is
+        being killed, and none of its processes starts another.
         """
         return self._only_pump_is_child() and self._others.watch_all(self._find_sidecars)
 

@@ -77,7 +77,7 @@ class PumpWatcher:
 
     @property
     def over(self) -> bool:
-        """True if all output is logged, after :meth:`close`."""
+        """True if the pump has ended after :meth:`close`, with all output logged."""
         return self._life.state == "over"
 
     @property
@@ -205,7 +205,10 @@ class PumpWatcher:
         self._ask()
 
     def _ask(self) -> None:
-        """Send the pump the order to log all output up to now, with a new number."""
+        """Send the pump the order to log all output up to now.
+
+        The order has a new number, by which its answer is recognized.
+        """
         self._drains += 1
         if self._control is not None:
             self._control.send({"type": "drain", "number": self._drains})

@@ -98,7 +98,9 @@ def guard_orders(spec: PartSpec, *, direct: bool) -> int:
 
 
 def where(guard_orders: int) -> str:
-    """Return the value of the variable :data:`GUARD`, by which guards find orders.
+    """Return the value of :data:`GUARD`: this process's pid and a descriptor.
+
+    Guards find their orders by it.
 
     :param guard_orders: descriptor of this process, from :func:`guard_orders`.
     """

@@ -88,7 +88,8 @@ class Leases:
     def load(self) -> None:
         """Read the file into the attributes; note whether it is missing or damaged.
 
-        The caller must then call :meth:`write_starts` or :meth:`raise_floor`.
+        Then, the caller must call :meth:`raise_floor` if numbers may be lost, or
+        :meth:`write_starts` if the file was missing.
         """
         try:
             lines = private.read(self.path).splitlines()
@@ -116,9 +117,10 @@ class Leases:
     def _write(self, records: Iterable[Lease], *, generations: int | None = None, floor: int | None = None) -> None:
         """Replace the file and sync it, then the attributes.
 
+        :param records: the leases, all of them.
         :param generations: highest number that a generation may have; None keeps it.
         :param floor: number above which new generations are numbered; None keeps it.
-        :raises OSError: all is as before.
+        :raises OSError: writing failed; file and attributes are unchanged.
         """
         new = tuple(records)
         numbers = self._generations if generations is None else generations
@@ -128,12 +130,13 @@ class Leases:
         self.records, self._generations, self.floor = new, numbers, lowest
 
     def raise_floor(self, records: Iterable[Lease], *, used: int = 0) -> None:
-        """Set the floor above all numbers of generations that may have been used.
+        """Set :attr:`floor` to a number that no generation has exceeded, and write it.
 
         New generations are numbered above it. Writes the file, with a sync.
 
         :param records: leases that may still hold; they replace those in the file.
-        :param used: the highest number in the state, if the file has no numbers.
+        :param used: the highest generation in the saved state. It counts only if
+            :meth:`load` has found no file.
         :raises OSError: the file cannot be written.
         """
         unread = used + _STEP if used and not self.found else 0

@@ -46,7 +46,8 @@ def find(
 
     :param saved: the state that the supervisor left, if there is one.
     :param identity: the id of its state folder; may be empty.
-    :param spare: processes that this one has started; they inherit its environment.
+    :param spare: pids to leave out: processes that the present supervisor has started,
+        which inherit its environment.
     :param kept: marks of shims to spare, with all processes under them.
     """
     spared = {os.getpid(), *parents(os.getpid()), *spare}

@@ -74,8 +74,8 @@ class LockedFolder:
         """Make the folder if it is missing, and lock it. Blocks.
 
         :raises OSError: the folder cannot be made or written.
-        :raises replicas.errors.ReplicasError: :meth:`_taken` or :meth:`_not_dying`, or
-            ``given_up`` was set.
+        :raises replicas.errors.ReplicasError: a living process has the lock, a dead
+            owner's processes do not die, or ``given_up`` was set.
         """
         lock = private.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT, make_folder=True)
         try:
@@ -90,7 +90,9 @@ class LockedFolder:
 
         Looks every 50 ms, in the thread of the caller.
 
-        :raises replicas.errors.ReplicasError: as :meth:`_lock_folder`.
+        :param lock: descriptor of the lock file, not locked yet.
+        :raises replicas.errors.ReplicasError: a living process has the lock, a dead
+            owner's processes do not die, or ``given_up`` was set.
         """
         settled_at = time.monotonic() + SETTLE_S
         while not locks.hold_exclusive(lock):

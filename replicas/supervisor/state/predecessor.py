@@ -104,10 +104,11 @@ def _is_swept(lease: Lease) -> bool:
 
 
 def _with_lease(agent: AgentRecord, leases: Sequence[Lease], unnoted_s: float) -> AgentRecord:
-    """Return the record of an agent with its longest lease, in seconds.
+    """Return the record of an agent, with its longest lease as ``lease_s`` (seconds).
 
     :param leases: those that may still hold, of all agents.
-    :param unnoted_s: the lease of a local agent for which none is noted.
+    :param unnoted_s: the lease to assume for this machine's agent if ``leases`` has
+        none.
     """
     granted = [one.lease_s for one in leases if one.node == agent.node]
     return replace(agent, lease_s=max(granted, default=unnoted_s if agent.local else agent.lease_s))

@@ -326,7 +326,8 @@ class StateDir(LockedFolder):
         """Write these leases; log a warning if that fails.
 
         :param left: leases of agents that may still run.
-        :param ended: number later generations above all of this run, too.
+        :param ended: True if the run ended in order: then also number all generations
+            of later runs above those of this one.
         """
         try:
             if ended:

@@ -106,7 +106,8 @@ class TokenFiles:
     def write(self, tokens: Tokens, *, last: Role = "member") -> None:
         """Write all files of tokens, ``tokens.json`` first, with a sync of each.
 
-        :param last: the role whose file is written last.
+        :param last: the role whose file is written last, because its token changes: if
+            an earlier write fails, the file keeps the old token, which is valid.
         :raises OSError: writing failed.
         """
         private.replace(self._path, msgspec.json.encode(tokens.saved()), sync=True)

@@ -57,7 +57,9 @@ def unpack(text: bytes) -> list[bytes]:
 
 
 def _orders(parent: int, file: int) -> list[bytes]:
-    """Return the words of the orders in a file of the parent, or exit with 126.
+    """Read a guard's orders, a file of the parent, and return their words.
+
+    Exit with 126 if the file cannot be read.
 
     :param parent: pid of the parent.
     :param file: the parent's descriptor of the file.

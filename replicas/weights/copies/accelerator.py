@@ -278,9 +278,10 @@ def accelerator() -> Accelerator | None:
 
 
 def _choose(name: str) -> Accelerator | None:
-    """Load the accelerator class called ``name``, make and remember it. Needs the lock.
+    """Return the accelerator of the class called ``name``, or None if it is absent.
 
-    Return None if there are no such devices.
+    The first call in a process loads the class and makes the object; later calls return
+    the same object. Needs the lock.
 
     :param name: ``package.module:Class``.
     :raises UsageError: it cannot be loaded, or is not an Accelerator.

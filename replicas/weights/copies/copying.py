@@ -141,11 +141,11 @@ def copy_host(
 ) -> None:
     """Copy (destination, source) pairs on the CPU, with several threads; wait.
 
-    No tensor may be empty.
-
+    :param pairs: none of the tensors may be empty.
     :param sharing: processes of this host that copy at the same time.
     :param name: returns the name of a pair by number, for errors.
-    :param load: the destinations are the user's tensors; else the sources are.
+    :param load: True if the destinations are the user's tensors, False if the sources
+        are. The user's tensors are checked, and named in errors.
     :raises ManifestMismatch: a user's tensor has no memory.
     """
     if not pairs:
@@ -193,7 +193,8 @@ class _Caller:
 def copy_elements(destination: torch.Tensor, source: torch.Tensor, *, load: bool = False, name: str = "0") -> None:
     """Copy values of any dtype, device and strides, with casts, and wait.
 
-    :param load: the destination is the user's tensor; else the source is.
+    :param load: True if the destination is the user's tensor, which is checked; False
+        if the source is. :param name: of the user's tensor, for errors.
     :raises ManifestMismatch: the memory of the user's tensor was freed.
     """
     device = accelerator()
@@ -221,10 +222,9 @@ def copy_elements(destination: torch.Tensor, source: torch.Tensor, *, load: bool
 
 def _copy_quickly(destination: torch.Tensor, source: torch.Tensor, *, load: bool) -> bool:
     """Copy source to destination on this thread, if both are a small run of bytes.
+    Return False, having copied nothing, if not, or if the user's tensor has moved.
 
-    Return False, having copied nothing, if they are not, or have moved.
-
-    :param load: the destination is the user's tensor; else the source is.
+    :param load: True if the destination is the user's tensor; False if the source is.
     """
     nbytes = destination.nbytes
     tensor = destination if load else source
@@ -378,11 +378,11 @@ class Copier:
         self.filled(0, sum(self._unfilled))
 
     def filled(self, start: int, end: int) -> None:
-        """Count bytes ``start`` to ``end`` as filled; hash full blocks."""
+        """Count bytes ``start`` to ``end`` as filled; queue full blocks for hashing."""
         locked(self._pool.lock, self._fill, start, end)
 
     def _fill(self, start: int, end: int) -> None:
-        """Count bytes ``start`` to ``end`` as filled, by block. Needs the lock."""
+        """Count the bytes as filled; queue full blocks for hashing. Needs the lock."""
         if self._prefix is not None:
             self._prefix.filled(start, end)
         while start < end:
@@ -396,8 +396,8 @@ class Copier:
                     self._pool.changed.notify()
 
     def finish(self) -> None:
-        """End the copy; the digest follows, or is made here without helpers. Raise
-        ValueError for unfilled bytes."""
+        """End the copy; raise ValueError for unfilled bytes. Helper threads then
+        compute the digest; without helpers this call does, and blocks."""
         locked(self._pool.lock, self._finish)
         if not self._blocks:
             self._bytes = None
@@ -426,7 +426,7 @@ class Copier:
         return None
 
     def _idle_cores(self) -> int:
-        """Return how many more helpers may hash, as the caller's copy has ended."""
+        """Return how many threads to add for hashing; 0 while the copy is under way."""
         return cores() - self._pool.helpers if self._pool.helpers and self._finished and self._ready else 0
 
     def _hash(self, block: int, data: memoryview) -> None:

@@ -108,9 +108,13 @@ def device_digest_of(data: torch.Tensor) -> str:
 
 
 def _sums(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the two sums (int64) of each block, computed on the device of ``blocks``.
+    """Return both hash sums of each block, computed on the device of ``blocks``.
 
-    :param blocks: uint8: whole blocks, or one shorter block.
+    The sums are of the block's 8-byte words, mixed with fixed random keys; a block's
+    digest is made of them.
+
+    :param blocks: uint8: whole blocks of 16 MiB, or one shorter block.
+    :returns: int64, one-dimensional, with two neighbours for each block.
     """
     count = -(-min(blocks.numel(), BLOCK_NBYTES) // 8)
     keys = locked(_lock, _keys_on, count, blocks.device)[:count]

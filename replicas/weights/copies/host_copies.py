@@ -53,9 +53,7 @@ _SHAPE, _DTYPE, _ON_CPU = map(operator.attrgetter, ("shape", "dtype", "is_cpu"))
 
 def unusable(name: str, tensor: torch.Tensor, why: str = "") -> ManifestMismatch:
     """Return (do not raise) the error for a tensor that cannot be read or written.
-
-    :param why: the reason; if "", found from the tensor.
-    """
+    ``why`` is the reason; if it is "", the tensor is examined for one."""
     text = f"tensor {name!r} {why or why_unusable(tensor) or 'changes while it is copied'}"
     return ManifestMismatch(text, hint="give dense tensors with memory of their own, and keep it during the copy")
 
@@ -96,7 +94,7 @@ class Kinds:
     def __init__(
         self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], published: Sequence[torch.dtype]
     ) -> None:
-        """Keep all arguments; the ``published`` dtypes are of the copy's other side."""
+        """Keep shapes and dtypes; a copy casts between ``dtypes`` and ``published``."""
         self.shapes, self.dtypes = list(shapes), list(dtypes)
         self.items = np.fromiter((dtype.itemsize for dtype in dtypes), dtype=np.uintp, count=len(self.dtypes))
         self.sizes = np.fromiter(map(math.prod, shapes), dtype=np.uintp, count=len(self.dtypes)) * self.items
@@ -105,7 +103,7 @@ class Kinds:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], published: Sequence[torch.dtype]) -> Kinds:
-        """Return shapes and dtypes of these tensors, and the dtypes ``published``."""
+        """Return the Kinds of tensors that are copied from or to these dtypes."""
         return cls([one.shape for one in tensors], [one.dtype for one in tensors], published)
 
     def differs(self, index: int, tensor: torch.Tensor) -> Reason | None:
@@ -180,7 +178,8 @@ class Cut:
     rows: int = 0
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this step's tensors, or rows of one, of a list with one a piece."""
+        """Return the tensors that this step copies (or its rows of one large tensor)
+        out of ``tensors``, which has one for each piece."""
         if self.axis < 0:
             return list(tensors[self.first : self.last])
         return [self.rows_of(tensors[self.first])]
@@ -193,8 +192,8 @@ class Cut:
 def cuts_of(starts: Sequence[int], ends: Sequence[int], shapes: Sequence[tuple[int, ...]], nbytes: int) -> list[Cut]:
     """Return cuts (steps of a copy) of about ``nbytes`` each that cover all pieces.
 
-    :param starts: first byte of each piece; ``ends`` and ``shapes`` likewise.
-    """
+    ``starts``, ``ends`` and ``shapes`` are the first byte of each piece, the byte
+    behind its last one, and its shape."""
     cuts: list[Cut] = []
     first = start = behind = 0
     for index, (begin, end) in enumerate(zip(starts, ends, strict=True)):
@@ -211,7 +210,8 @@ def cuts_of(starts: Sequence[int], ends: Sequence[int], shapes: Sequence[tuple[i
 
 
 def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
-    """Yield cuts of ``step_nbytes``, each some rows of the piece ``index``."""
+    """Yield cuts of about ``step_nbytes``, each some rows of the piece ``index``. The
+    piece has ``nbytes`` bytes from ``start`` on, and this ``shape``."""
     axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
     row_nbytes = nbytes // shape[axis]
     rows = max(1, step_nbytes // row_nbytes)
@@ -241,11 +241,11 @@ class HostCopies:
     ) -> None:
         """Keep the arguments; copy nothing yet.
 
-        :param found: the user's tensors and their memory. :param kinds: their kinds.
-        :param ours: the address of each piece.
+        :param found: the user's tensors. :param kinds: their shapes and dtypes.
+        :param ours: the address of each piece, which is our side of the copy.
         :param starts: each piece's first byte, as in the cuts.
-        :param piece: returns a piece as a tensor, for tensors that are not runs.
-        :param load: copy to the tensors instead of from them.
+        :param piece: returns a piece as a tensor; used where torch makes the copy.
+        :param load: copy to the user's tensors instead of from them.
         :param name: returns the name of a piece's tensor, by index.
         """
         self._found, self._kinds, self._ours, self._starts = found, kinds, ours, starts
@@ -282,10 +282,10 @@ class HostCopies:
         return [partial(task, cut) for cut in cuts]
 
     def copy(self, cut: Cut, *, threads: int = 1, past_caches: bool = False) -> None:
-        """Copy one cut (step), to or from the user's tensors; repeat while they move.
+        """Copy one cut (step), to or from the user's tensors; repeat if they moved.
 
-        :param past_caches: use stores that bypass the CPU caches, in so many
-            ``threads``.
+        :param threads: how many threads copy plain runs of bytes.
+        :param past_caches: use stores that bypass the CPU caches.
         :raises ManifestMismatch: a tensor was freed, or has another shape or dtype.
         """
         some = slice(cut.first, cut.last)
@@ -312,11 +312,11 @@ class HostCopies:
         raise self._unusable(cut, "changes while it is copied")
 
     def put(self, pieces: npt.NDArray[np.intp], skipped: Addresses, sizes: Addresses) -> None:
-        """Copy parts of pieces that are runs of bytes: their changed elements.
+        """Copy ranges of bytes (changed elements) from pieces to the user's tensors.
 
-        :param pieces: index of a piece for each part; ``skipped``: its first byte in
-            the piece; ``sizes``: its bytes.
-        :raises ManifestMismatch: as :meth:`copy`.
+        :param pieces: index of each range's piece. :param skipped: where each range
+            begins in its piece. :param sizes: bytes of each range.
+        :raises ManifestMismatch: a tensor was freed, or has another shape or dtype.
         """
         found, least = self._found, pieces.min()
         touched = np.flatnonzero(np.bincount(pieces - least)) + least
@@ -337,14 +337,15 @@ class HostCopies:
         raise self._unusable(Cut(0, 0, int(touched[0]), int(touched[-1]) + 1), "changes while it is copied")
 
     def _unusable(self, cut: Cut, why: str) -> ManifestMismatch:
-        """Return the error for the step's first unusable tensor, or else by ``why``."""
+        """Return the error for the step's first unusable tensor. If all are usable, it
+        is for the step's first tensor, with the reason ``why``."""
         tensors = self._found.tensors
         index = next((index for index in range(cut.first, cut.last) if why_unusable(tensors[index])), cut.first)
         return unusable(self._name(index), tensors[index], why_unusable(tensors[index]) or why)
 
     def _copy_runs(self, cut: Cut, numbers: npt.NDArray[np.intp], threads: int, past_caches: bool) -> None:
-        """Copy the tensors ``numbers`` of a step, plain runs of bytes, by threads in C.
-        Raises MemoryMoved if one has moved; ``past_caches`` is as for :meth:`run`."""
+        """Copy tensors ``numbers`` of a step, plain runs of bytes, by threads in C; may
+        raise MemoryMoved. ``past_caches``: use stores that bypass the CPU caches."""
         found = self._found
         if cut.axis >= 0 or len(numbers) == cut.last - cut.first:
             those: slice | npt.NDArray[np.intp] = slice(cut.first, cut.last)
@@ -376,7 +377,8 @@ class HostCopies:
             self._copy_pairs(few)
 
     def _copy_pairs(self, pairs: Sequence[_Pair]) -> None:
-        """Copy pairs by torch, in the direction of ``load``; may raise MemoryMoved."""
+        """Copy between the two tensors of each pair (the user's, our piece), by torch.
+        A load writes to the user's. May raise MemoryMoved."""
         tensors, ours = [one for one, _ in pairs], [one for _, one in pairs]
         with torch.inference_mode() if any(map(torch.Tensor.is_inference, tensors)) else torch.no_grad():
             private = Private(tensors)
@@ -398,10 +400,8 @@ class HostCopies:
         return tensor
 
     def _look_again(self, some: slice) -> None:
-        """Find the memory of the tensors ``some`` again, after it has moved.
-
-        :raises ManifestMismatch: a tensor cannot be used any longer.
-        """
+        """Find the memory of the tensors in the range ``some`` again, after a move.
+        Raise ManifestMismatch if a tensor can no longer be used."""
         tensors = self._found.tensors[some]
         found = self._kinds.find_memory(tensors, some.start)
         if found is not None and found.elsewhere is None:
@@ -419,7 +419,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _few_runs(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """Yield all pairs in lists of few runs, as one copy holds the GIL."""
+    """Yield all pairs, cut into parts, in lists of :data:`RUNS_MAX` runs at most."""
     few: list[_Pair] = []
     total = 0
     for tensor, piece, runs in chain.from_iterable(starmap(_parts, pairs)):
@@ -432,7 +432,7 @@ def _few_runs(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
 
 
 def _parts(tensor: torch.Tensor, piece: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """Yield parts of a pair with few runs each: (tensor, piece, their number)."""
+    """Yield (tensor, piece, number of runs of bytes) for small parts of a pair."""
     axes = [] if tensor.is_contiguous() else streaming.gaps(tensor)
     runs = math.prod(tensor.shape[axis] for axis in axes)
     if runs <= RUNS_MAX:

@@ -75,7 +75,8 @@ class Passes:
 def _has(source: Any, name: str) -> bool:
     """Return True if the source implements the method ``name``.
 
-    vLLM's base class has stubs of it, and a method ``implements_...`` that tells.
+    vLLM's base class defines all methods, some only as stubs; there the method
+    ``implements_NAME()`` is asked.
     """
     says = getattr(source, f"implements_{name}", None)
     return bool(says()) if callable(says) else callable(getattr(source, name, None))

@@ -76,7 +76,7 @@ def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
 
 
 def _in_this_process(pid: int, give_back: Callable[[], None], *kept: object) -> None:
-    """Call ``give_back`` if this is process ``pid``, not a forked child of it."""
+    """Call ``give_back`` if this is process ``pid``; ``kept`` lived until this call."""
     if pid == os.getpid():
         give_back()
 
@@ -85,7 +85,7 @@ class CudaEvent(Event):
     """An event of torch's; :class:`Event` describes the methods."""
 
     def __init__(self, event: Any, uuid: str, index: int, handle: bytes = b"") -> None:
-        """Keep torch's ``event`` on the GPU ``uuid``, which torch numbers ``index``."""
+        """Keep ``event`` of GPU ``uuid`` (torch's ``index``), and its IPC handle."""
         self.handle = handle
         self._event = event
         self._uuid = uuid
@@ -309,7 +309,8 @@ class Cuda(Accelerator):
             logger.info("keeping memory of a closed version until this process ends: %s", error)
 
     def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
-        """Return a new event; :meth:`Accelerator.event` has the arguments."""
+        """Return a new event, not recorded yet. If ``interprocess``, other processes
+        can open it by its handle; with ``timing`` it can measure seconds."""
         uuid = uuid or self._default()
         index = self._index(uuid)
         with typed(uuid), _cuda.device(index), uncaptured():
@@ -335,7 +336,7 @@ class Cuda(Accelerator):
         return CudaEvent(opened, uuid, index)
 
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Enqueue the copies on the current stream; see :meth:`Accelerator.copy`."""
+        """Enqueue the copy of each source to its destination, on the current stream."""
         with typed(self._default()):
             enqueue(destinations, sources)
 
@@ -347,7 +348,7 @@ class Cuda(Accelerator):
 
     @contextlib.contextmanager
     def on_side_stream(self, uuid: str = "") -> Iterator[None]:
-        """Context manager: run this thread's work on its stream of the library."""
+        """Context manager: have this thread's work use a stream that is kept for it."""
         index = self._index(uuid or self._default())
         own: _Streams | None = getattr(self._local, "own", None)
         if own is None:
@@ -393,7 +394,7 @@ class Cuda(Accelerator):
         return found
 
     def _index(self, uuid: str) -> int:
-        """Initialise CUDA in torch; return its GPU number, or raise WorldError."""
+        """Initialise CUDA; return torch's number of this GPU, or raise WorldError."""
         visible = self.visible()
         if uuid not in visible:
             text = f"GPU {uuid} is not visible to process {os.getpid()}, which sees {', '.join(visible) or 'none'}"
@@ -407,8 +408,7 @@ class Cuda(Accelerator):
     @contextlib.contextmanager
     def _in_context(self, index: int) -> Iterator[None]:
         """Context manager: make the device's CUDA context current on this thread.
-        Raises NoCapacity without memory for the context, WorldError if the device is
-        not usable."""
+        Raises NoCapacity (no memory for it) or WorldError (the device is unusable)."""
         name = self.visible()[index]
         try:
             driver.call("cuCtxPushCurrent_v2", self._context(index))

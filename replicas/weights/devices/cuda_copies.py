@@ -103,7 +103,7 @@ def _copy_mixed(pairs: Sequence[_Pair], on_device: Sequence[tuple[bool, bool]]) 
 
 
 def _to_host(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Enqueue a copy from a device to the host; it blocks if that has gaps."""
+    """Enqueue a copy from a device to the host; block if the host tensor has gaps."""
     destination.copy_(source, non_blocking=destination.is_contiguous())
 
 

@@ -78,9 +78,11 @@ class DeviceBuffer(Buffer):
     """
 
     def __init__(self, fd: int, page: _Page, *, writable: bool) -> None:
-        """Take over ``fd``, the file of the page; map no device memory yet.
+        """Take over ``fd``, the page (a small file that describes the GPU memory).
 
-        :param page: the content of the file: the device, the size, and the handles.
+        Map no device memory yet.
+
+        :param page: the file's content: the device, the size, and the IPC handles.
         """
         super().__init__(fd, page.nbytes, writable=writable)
         self.device = page.uuid
@@ -90,7 +92,7 @@ class DeviceBuffer(Buffer):
 
     @classmethod
     def _allocated(cls, nbytes: int, name: str, check: Callable[[], None], device: str) -> Buffer:
-        """Allocate device memory and an event, and make a page that names both.
+        """Allocate device memory and an event; write a page (file) with their handles.
 
         :param name: of the page's file. :param check: raises to stop.
         :param device: UUID of the GPU.
@@ -119,9 +121,10 @@ class DeviceBuffer(Buffer):
 
     @classmethod
     def _adopted(cls, fd: int, device: str, *, writable: bool) -> Buffer:
-        """Return a buffer over another process's memory, by its page; take over ``fd``.
+        """Return a buffer over another process's GPU memory; take over its page.
 
-        The device memory is mapped at the first use.
+        The page is a small file with the memory's IPC handle. The memory is mapped at
+        the first use.
 
         :param fd: descriptor of the page; closed on an error. :param device: UUID of
             the GPU.

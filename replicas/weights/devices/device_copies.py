@@ -198,9 +198,9 @@ class DeviceCopies:
             self._give_up(f"{type(error).__name__}: {text_of(error)}")
 
     def abandon(self) -> None:
-        """Have the futures fail with SyncError, after an interrupt; for any thread.
+        """Have ``copied`` and ``digest`` fail with SyncError; any thread may call this.
 
-        Copies that are enqueued still run.
+        For a block that an interrupt has ended. Copies that are enqueued still run.
         """
         self._give_up("its block was left")
 
@@ -344,7 +344,8 @@ class DeviceCopies:
     def _note(self, start: int, end: int) -> None:
         """Count bytes ``start`` to ``end`` as filled by the batch.
 
-        End it if it is large.
+        The batch is the copies since the last events were recorded; end it if it is
+        large.
         """
         self._batch.append((start, end))
         self._batch_nbytes += end - start
@@ -407,10 +408,10 @@ class DeviceCopies:
 
 
 def _pairs(step: Step, uuids: Sequence[str], *, host: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the (destination, source) pairs of a step whose source is in host memory.
+    """Yield those (destination, source) pairs of a step that ``host`` selects.
 
     :param uuids: device of each source, "" for the host.
-    :param host: if False, yield those whose source is on a device.
+    :param host: True for sources in host memory, False for those on a device.
     """
     for destination, source, uuid in zip(step.destinations, step.sources, uuids, strict=True):
         if host is not bool(uuid):

@@ -153,8 +153,8 @@ class Arena:
             return tuple(self._foreign)
 
     def prepare(self, nbytes: int, at_most: int | None = None) -> None:
-        """Have a thread allocate memory of ``nbytes`` for slots that lack it, for
-        ``at_most`` of them; do not wait."""
+        """Have a thread allocate memory of ``nbytes`` for slots that lack it: for all,
+        or for ``at_most`` of them. Do not wait."""
         with self._lock:
             lacking = [
                 slot._buffer is None or (slot.state == "free" and not _fits(slot, nbytes)) or slot._buffer.shown
@@ -164,10 +164,9 @@ class Arena:
 
     def acquire(self, version: int, manifest: Manifest | PartManifest, *, alone: bool = False) -> Slot | None:
         """Take a slot of the size that ``manifest`` needs, to fill it with ``version``,
-        and write its header. Return None if all are in use.
-
-        Then try again every few hundredths of a second, for readers in other processes,
-        and at each ``on_change``. Blocks only for memory that is being allocated.
+        and write its header. Return None if all are in use; the caller may try again at
+        each ``on_change`` and, for readers in other processes, every few hundredths of
+        a second. Blocks only while memory is allocated.
 
         :param alone: only this process fills it, no sidecar.
         :raises NoCapacity: its memory cannot be allocated; the slot stays free.
@@ -219,8 +218,8 @@ class Arena:
         self.on_change()
 
     def release(self, version: int) -> bool:
-        """Free a version's slot, now or with its last pin. Return False if none holds
-        it."""
+        """Drop ``version`` from this arena: free its slot now or, if it is pinned, with
+        the last :meth:`unpin`. Return False if no slot holds it."""
         with self._lock:
             slot = self.find(version)
             if slot is None:
@@ -233,7 +232,8 @@ class Arena:
         return True
 
     def released(self, version: int) -> None:
-        """Let the slot of ``version`` be reused; its readers keep the old memory."""
+        """Note that no responsive member needs ``version``: another may use its slot,
+        even while a process still reads the old memory, which that process keeps."""
         with self._lock:
             for slot in self._slots:
                 if slot._buffer is not None and slot._buffer.offered == version:
@@ -256,12 +256,10 @@ class Arena:
 
     def adopt(self, version: int, manifest: Manifest | PartManifest, buffer: Buffer, digest: str = "") -> Slot:
         """Add another member's memory, ``buffer``, as a complete (foreign) slot of a
-        version with this layout and digest.
+        version with this layout and digest. Takes over ``buffer``, also on failure.
 
-        Takes over ``buffer``, also on failure. The slot stays until it is neither
-        pinned nor protected at a :meth:`trim` or at its own last unpin. Raises Gone if
-        the arena is closed.
-        """
+        The slot stays until it is neither pinned nor protected at a :meth:`trim` or at
+        its own last unpin. Raises Gone if the arena is closed."""
         with self._lock:
             if self._closed:
                 buffer.close()
@@ -369,7 +367,8 @@ class Arena:
         return (slot for slot in (*self._slots, *self._foreign) if slot.state == "held")
 
     def _choose(self, nbytes: int) -> Slot | None:
-        """Claim a free slot, else that of the oldest version not needed; else None."""
+        """Return a free slot, else that of the oldest version that may go, else None.
+        Its buffer, if any, is claimed (locked for writing)."""
         free = sorted((slot for slot in self._slots if slot.state == "free"), key=lambda slot: not _fits(slot, nbytes))
         evictable = [
             slot
@@ -416,7 +415,8 @@ class Arena:
             slot.buffer.tensor()[: image.data_offset].copy_(header)
 
     def _clear(self, slot: Slot, event: SlotEvent) -> None:
-        """Empty a slot by this event; close it if foreign, or the arena is closed."""
+        """Empty a slot, for the reason ``event``. Close it, too, if it is foreign or
+        the arena is closed."""
         slot.state = SLOT.next(slot.state, event)
         slot.version, slot.manifest, slot.digest, slot.pins = 0, None, "", 0
         if slot.state == "free" and (slot.foreign or self._closed):

@@ -94,8 +94,8 @@ class Buffer:
     device = ""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
-        """Take over ``fd``, an open memfd of ``nbytes``, without its locks. Map
-        nothing."""
+        """Take over ``fd``, an open memfd of ``nbytes``; map nothing. Leave its
+        locks to the caller; :meth:`close` releases them if ``_locks_in`` is set."""
         self.fd = fd
         self.nbytes = nbytes
         self.key = next(_KEYS)
@@ -134,7 +134,8 @@ class Buffer:
 
     @classmethod
     def _allocated(cls, nbytes: int, name: str, check: Callable[[], None], device: str) -> Buffer:
-        """Allocate the memory of :meth:`allocate`; ``check`` raises to stop."""
+        """Allocate and map a new memfd (``device`` is empty). ``check`` is called
+        repeatedly, and raises to stop. Raise NoCapacity if too little is left."""
         what = f"the buffer {name!r}"
         check_capacity(nbytes, what)
         # the kernel takes up to 249 bytes
@@ -159,8 +160,8 @@ class Buffer:
     def adopt(fd: int, device: str = "") -> Buffer:
         """Return a buffer over a descriptor from another process; take over ``fd``.
 
-        :raises WorldError: the page of memory of this ``device`` cannot be used here.
-        """
+        If ``device`` is the UUID of a GPU, ``fd`` is a file that describes its memory;
+        raise WorldError if that cannot be used here. If "", it has the bytes."""
         writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
         return (Buffer.on_device if device else Buffer)._adopted(fd, device, writable=writable)
 
@@ -216,8 +217,8 @@ class Buffer:
         locks.unlock(self._open_fd)
 
     def offer(self, version: int) -> None:
-        """Announce that ``version`` is complete: flag it, and release the claim's
-        lock."""
+        """Announce that ``version`` is complete: flag the file as full (a lock on one
+        byte), and release the lock of :meth:`claim`, so that readers may hold it."""
         self.serial += 1
         locks.flag(self._open_fd, self.serial)  # before the lock is released, as readers check the flag
         self.offered, self.released = version, False
@@ -233,7 +234,7 @@ class Buffer:
 
     @property
     def origin(self) -> SlotPlace:
-        """Where the process that owns and fills the memory has it."""
+        """Pid, descriptor and inode in the process that owns and fills the memory."""
         return self._origin or self.place
 
     @property
@@ -265,8 +266,8 @@ class Buffer:
     def show(self, *, to_copy: bool = False) -> str:
         """Return :attr:`path` for a user, sealed so that its bytes never change.
 
-        :param to_copy: the user keeps no mapping after the version's block, so that the
-            buffer may be refilled; ignored if it is not closed to writers.
+        :param to_copy: the user keeps no mapping after leaving the update's block, so
+            that the buffer may be refilled; ignored if it is not closed to writers.
         :raises NoCapacity: no descriptor is left here.
         :raises WorldError: this process cannot seal the file.
         """
@@ -324,9 +325,8 @@ class Buffer:
     def pin(self) -> bool:
         """Pin the mapping for copies with a GPU; return False if that fails.
 
-        It stays pinned until it is closed, or as long as its mapping is kept. It must
-        not be closed while a copy is in flight.
-        """
+        It stays pinned until the buffer is closed or, with :meth:`keep_mappings_in`, as
+        long as the mapping is kept. Do not close it while a copy is in flight."""
         found = accelerator()
         if found is None or not self.nbytes:
             return False
@@ -343,7 +343,7 @@ class Buffer:
         """GPU memory: record an event behind the writes queued on this stream."""
 
     def wait_for_write(self) -> None:
-        """GPU memory: have this thread's current stream wait for that event."""
+        """GPU memory: have this thread's current stream wait for the owner's writes."""
 
     def keep_mappings_in(self, kept: KeptMappings) -> None:
         """Have ``kept`` make and keep the mapping, so that a later buffer can reuse
