@@ -217,7 +217,7 @@ class Ledger:
         self._prune()
 
     def _serve(self, version: int) -> None:
-        """Point the label ``current`` to the version, and ``previous`` to the last one.
+        """Point the label ``current`` to the version, and ``previous`` to the former.
 
         Remove the label ``candidate`` unless it points to a newer version.
         """

@@ -170,7 +170,7 @@ class PartManifest(AnyManifest, frozen=True, dict=True):
 
     @cached_property
     def whole(self) -> Manifest:
-        """The manifest of an image with these tensors; only if ``pieces`` is None."""
+        """The manifest of an image of these tensors; valid if ``pieces`` is None."""
         return Manifest(self.tensors, self.aliases)
 
     @cached_property

@@ -192,7 +192,7 @@ class Operations:
                 self._lanes.close(lane)
 
     def _backend(self, operation: Operation, states: Sequence[MemberState]) -> Backend:
-        """Return the configured backend, or where it is open ``nccl`` if that works."""
+        """Return the configured backend, or else ``nccl`` if it works, or ``gloo``."""
         config = self._roster.config
         if config.backend == "gloo" or (config.backend == "nccl" and (config.peers or config.staging != "device")):
             return config.backend

@@ -2,9 +2,8 @@
 
 One publish moves at a time. Its transfer serves the live targets; when all of them hold
 the version (or, past the deadline with ``on_lost = "drop"``, some of them), it is
-*decided*: recorded, then sent to every member. After a decision only newer versions
-follow. Targets that were left behind stay members, are caught up
-(:mod:`replicas.core.versions.catch_up`), and are admitted again at a boundary.
+*decided*: recorded, then sent to every member; only newer versions follow. Targets
+left behind are caught up (:mod:`replicas.core.versions.catch_up`), then readmitted.
 """
 
 from __future__ import annotations
@@ -376,9 +375,9 @@ class Commits:
     # ----------------------------------------------- publishes of another coordinator
 
     def adopt_commit(self, version: int, digest: str, content: int = 0, *, served: bool = True) -> None:
-        """Commit a version that a member knows as committed, if it is newer than ours.
-        ``content``: the version whose bytes it has (0: its own). ``served``: it becomes
-        ``current``, else a candidate where there are such."""
+        """Commit a version that a member knows as committed, if newer than ours; if it
+        is our newest, learn its digest. ``content``: the version whose bytes it has (0:
+        its own). ``served``: targets may load it, so it is not a candidate."""
         if version > self.latest:
             name = "" if served or self._context.config.follow == "newest" else CANDIDATE
             self._decide(version, digest, None, content=content, name=name)
@@ -416,7 +415,8 @@ class Commits:
         self._verdict(publish, snake_case(type(error).__name__), now)
 
     def _verdict(self, publish: Publish, outcome: str, now: float, transfer: Transfer | None = None) -> None:
-        """Queue the end to its ranks; emit it (``committed``, or the error's name)."""
+        """Queue a publish's receipt or error to its ranks, and emit its record.
+        ``outcome``: ``committed``, or the name of the error."""
         context = self._context
         record = publish.record(outcome, now, moved=transfer is not None)
         self.publishes.end(publish, committed=publish.receipt is not None)

@@ -272,7 +272,7 @@ class Lockstep:
             self._adopt(self._candidate)
 
     def _lacks(self, key: Key) -> bool:
-        """Return True if the replica waits for a version, but cannot get that polled.
+        """Return True if the replica waits for a version, but cannot get the poll's.
 
         It cannot if one of its ranks does not have the bytes, and a newer version is
         committed.

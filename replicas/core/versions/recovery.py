@@ -180,7 +180,7 @@ class Recovery:
 
         Decide the commits that the member has seen, and continue its numbers of
         versions and publishes. Queue Discard for bytes of it that differ from those
-        committed. The first such member begins the window if there is no decision log.
+        committed. If the log has no commit, the first such member begins the window.
         """
         commits, hello = self._commits, state.hello
         self._awaited.discard(state.member)
