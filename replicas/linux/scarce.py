@@ -46,7 +46,7 @@ def no_process() -> str:
 
 
 def describe_limit(error: OSError) -> tuple[str, str]:
-    """Return two texts for people: what the error means, with the limit that was
+    """Return two texts for people: the meaning of the error, with the limit that was
     reached, and the remedy.
 
     :param error: one whose ``errno`` is in :data:`SCARCE`.

@@ -192,7 +192,7 @@ async def test_processes_of_other_users_are_turned_away(tmp_path: Path, monkeypa
         monkeypatch.setattr(control_socket, "peer_uid", foreign)
         with pytest.raises(errors.UsageError, match="its own user"):
             await asyncio.to_thread(Client(f"unix:{path}").order, Scale(group="a", replicas=0))
-        with pytest.raises(errors.Disconnected, match="answered GET /status with 403"):
+        with pytest.raises(errors.Disconnected, match="answered GET /status with HTTP status 403"):
             await asyncio.to_thread(Client(f"unix:{path}").status)
         monkeypatch.undo()
         assert (await asyncio.to_thread(Client(f"unix:{path}").status)).run == "grpo"

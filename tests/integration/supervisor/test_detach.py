@@ -44,7 +44,7 @@ def test_nothing_is_lost_between_two_supervisors(tmp_path: Path) -> None:
         for _ in range(2):
             done = detach(run)
             assert (done.returncode, done.stderr) == (0, "")
-            assert done.stdout == "the supervisor has left; start the next one with: replicas run CONFIG\n"
+            assert done.stdout == "the replicas run on; start the next supervisor with: replicas run CONFIG\n"
             assert run.left() == 0
             assert not (run.state_dir / "endpoint.json").exists()
             reached = versions(run)[-1]

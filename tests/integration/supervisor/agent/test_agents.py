@@ -122,7 +122,7 @@ def test_a_doctor_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str
             assert list(found(str(run.config), "--node", "n2", code=0)) == ["n2"]
             left.communicate(b"\n", timeout=20)
         assert cli.main(["doctor", str(run.config), "--node", "n9"]) == USAGE
-        assert 'no node "n9" (nodes: ' in capsys.readouterr().err
+        assert 'the run has no node "n9" (its nodes are ' in capsys.readouterr().err
         agents["n2"].kill()
         eventually(lambda: states(run)["n2"] != "up", "a node that is away")
         assert cli.main(["doctor", str(run.config)]) == 1
