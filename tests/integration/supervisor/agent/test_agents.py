@@ -128,7 +128,7 @@ def test_a_doctor_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert cli.main(["doctor", str(run.config)]) == 1
         out = capsys.readouterr().out
         assert "node n1\n[+] node      up, release" in out
-        assert "node n2\n[-] node      away: its agent has been silent for " in out
+        assert "node n2\n[-] node      away: its agent has sent nothing for " in out
         run.end()
 
 
