@@ -263,7 +263,8 @@ class Pull:
     # ------------------------------------------------------------ one connection
 
     def _connection(self) -> None:
-        """Receive blocks over one connection to its end; a thread's function."""
+        """Connect to the best holder, and receive blocks over the connection until none
+        is left or it fails, which is recorded; one thread runs this."""
         try:
             with self._changed:
                 holder = self.holders.first

@@ -136,7 +136,10 @@ class Server:
     def certify(self, context: ssl.SSLContext, certificate_hash: str) -> None:
         """Accept TLS connections from now on, with the certificate of ``context``.
 
-        :param certificate_hash: the certificate's SHA-256, in hexadecimal.
+        Plain connections are still accepted, for transfers that are not encrypted.
+
+        :param certificate_hash: the certificate's SHA-256, in hexadecimal. Both ends
+            prove that they have seen the same one.
         """
         with self._lock:
             self._tls, self._binding = context, bytes.fromhex(certificate_hash)

@@ -211,10 +211,13 @@ class VllmEngine(VllmServer):
 
     def _end_open_update(self, timeout_s: float, refuse: str = "") -> None:
         """End the weight update that vLLM has begun for an earlier call, or for a
-        follower that is dead; do nothing if none is under way.
+        follower that is dead; do nothing if none is under way, or if vLLM does not
+        answer.
 
+        :param timeout_s: seconds for which vLLM may be idle before it answers.
         :param refuse: reason for which the workers report the version that they hold
-            open as refused, and release it; empty: they keep it open, for a later load.
+            open as refused, and release it; empty: they keep the version open, for a
+            later load.
         """
         with contextlib.suppress(errors.SyncError):  # the answer is always an error: ended, or none open
             self._update(0, timeout_s, refuse=refuse)

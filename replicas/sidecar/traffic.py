@@ -169,7 +169,11 @@ def _ends(fd: int) -> _Key | None:
 
 
 def _counts(fd: int, ends: _Key) -> _Connection | None:
-    """Return a connection's counts, or None if closed or without counts."""
+    """Return the kernel's counts of bytes and retransmits (TCP_INFO) of a connection;
+    None if ``fd`` is closed by now, or the kernel has no counts of it.
+
+    :param fd: the connected socket, which stays open. :param ends: its two addresses.
+    """
     try:
         with _borrowed(fd, socket.AF_INET, socket.SOCK_STREAM) as sock:  # for its options only: any family
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NBYTES)

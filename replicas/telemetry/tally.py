@@ -273,7 +273,8 @@ class Tally(msgspec.Struct):
         )
 
     def channel(self, status: ChannelStatus) -> ChannelStatus:
-        """Return a copy of a channel's status with the counters of this tally."""
+        """Return a copy of a channel's status with this tally's counters of the channel
+        in place of those in ``status``."""
         name, operations = status.name, Counter[str]()
         for counts in self.operations.get(name, {}).values():
             operations.update(counts)

@@ -343,8 +343,8 @@ class FakeRun:
         self._thaw(member)
 
     def _freeze(self, member: Member) -> None:
-        """On the session thread: hold back the messages of the member's connection, and
-        of later ones, until :meth:`_thaw`."""
+        """Hold back the messages to and from the member, also over later connections,
+        until :meth:`_thaw`. Call it on the session thread."""
         thawed = self._frozen.setdefault(member, asyncio.Event())
         if (wire := self._wires.get(member)) is not None:
             wire.frozen = thawed

@@ -141,9 +141,9 @@ class Loads:
         return WireError.of(self._hub.error(errors.SyncError, text, version=version, phase="load", hint=""))
 
     def let_go(self, holder: Holder, slot: Slot) -> None:
-        """Have the session thread unpin an update's slot, as its user is done.
+        """Queue a call on the session thread that unpins an update's slot, and return.
 
-        Does nothing if the loan of ``holder`` has ended already.
+        :param holder: whoever pinned the slot; if it has unpinned it, nothing happens.
         """
         self._hub.call(self.unpin, holder, slot)
 

@@ -270,9 +270,10 @@ class GenerationLifecycle:
         self._drain_by += pause_s
 
     def _follow(self) -> None:
-        """Step the table by the states of the parts; emit their lost log lines.
+        """Note failed and ended parts as events of the generation, and emit an event
+        for each loss of log lines. Does not wait; called at each change of a part.
 
-        Also passes the rendezvous of part 0 on to the others.
+        Also sends the rendezvous of part 0 to the other parts.
         """
         generation, owner = self.generation, self._owner
         generation.send_rendezvous()

@@ -209,7 +209,7 @@ class CopyPool:
                     self._do(task)
 
     def _do(self, task: Callable[[], None]) -> None:
-        """Run a task on a helper; keep its error for :meth:`run`.
+        """Run a task on this helper thread; keep its error for :meth:`run` to raise.
 
         After an error, tasks that have not begun are dropped.
         """

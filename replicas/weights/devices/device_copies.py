@@ -354,7 +354,8 @@ class DeviceCopies:
             self._end_batch()
 
     def _end_batch(self) -> None:
-        """Record events behind the batch's copies; have the follower wait for them."""
+        """Record an event behind the batch's copies on each GPU's stream, and queue
+        them for the thread that follows the copies. Does not block."""
         for last in self._last.values() if self._used else ():
             last.wait()
         for uuid in self._used:
