@@ -188,7 +188,7 @@ def _print_lines(found: Iterator[tuple[LogLine, bool]], of: str, *, as_json: boo
             text = f"{prefix}{line.text}"
         print(text, flush=terminal or as_json)
     if line is None:
-        complain(f"{of}: there is no output to show")
+        complain(f"{of}: no output yet, or its logs were removed")
 
 
 @command()

@@ -84,7 +84,7 @@ def load(path: Path | str) -> Config:
         text = config_text.read(path)
         mapping = config_text.decode(text)
     except OSError as error:
-        raise BadConfig([f"cannot be read: {error.strerror}"], source=source) from error
+        raise BadConfig([f"the file cannot be read: {error.strerror}"], source=source) from error
     except ValueError as error:
         raise BadConfig([visible(str(error))], source=source) from error
     path = config_text.absolute(path)

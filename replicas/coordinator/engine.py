@@ -399,8 +399,8 @@ class Engine:
     # ------------------------------------------------------------ time
 
     def _end_silence(self, now: float) -> None:
-        """Record that a member is heard at loop time ``now``. If none was for seconds
-        before, extend leases of remote members, which may have to reconnect."""
+        """Record that a member is heard at loop time ``now``. If this process did not
+        run before, extend the leases of remote members by that time, 10 s at most."""
         grace_s = self._silence.end_silence(now)
         if grace_s:
             log.warning("extending heartbeat timeouts by %.1f s, after a time in which no member was heard", grace_s)

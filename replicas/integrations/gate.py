@@ -132,7 +132,7 @@ class GatePage:
 
     @property
     def is_open(self) -> bool:
-        """True while the gate is open."""
+        """True while requests of clients pass the gate to the server."""
         return self._memory[0] == 1
 
     @property

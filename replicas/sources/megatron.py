@@ -59,8 +59,8 @@ def megatron(
         rank. Ranks that do not publish may yield anything, or nothing, as long as their
         walks take part in its collectives.
     :param like: names, dtypes and shapes of the walk, such as
-        :func:`replicas.sources.checkpoint` of the model, or meta tensors. Default: the
-        first publish is preceded by a walk, here, that keeps no tensor.
+        :func:`replicas.sources.checkpoint` of the model, or meta tensors. Default: this
+        call itself walks once, on every rank, and keeps no tensor.
     :param dtype: as ``dtype`` of :meth:`replicas.Channel.publish`: cast plain floating
         tensors, but not scales.
     :param float8: quantise the matrices of these names to blocks of 128 x 128 in
@@ -69,7 +69,8 @@ def megatron(
         do. Default: nothing; a walk that yields float8 and scales is published as it
         is.
     :param share: (rank, ranks) of this process among those that get the same tensors:
-        each publishes every ``ranks``-th alone. For a source with ``ranks = "all"``.
+        each publishes every ``ranks``-th tensor, and no other rank does. For a channel
+        whose source has ``ranks = "all"``.
     :raises replicas.errors.UsageError: an argument is wrong. Errors of the walk come as
         they are.
     """

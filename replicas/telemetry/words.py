@@ -57,8 +57,8 @@ def duration_text(seconds: float) -> str:
 
 
 def outcome_text(outcome: str) -> str:
-    """Return why a version was not committed: ``peers lost``, ``no free slot ...``."""
-    return "no free slot (memory for a version)" if outcome == "busy" else outcome.replace("_", " ")
+    """Return why a version was not committed: ``peers lost``, ``no slot is free``."""
+    return "no free slot, all are in use (raise slots)" if outcome == "busy" else outcome.replace("_", " ")
 
 
 def concerns(record: events.Record, target: str, *, itself: bool = False) -> bool:
@@ -150,8 +150,8 @@ def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
         case events.StacksSaved():
             return who, f"saved stack traces in the log of generation {event.generation}{_because(event.reason)}", ""
         case events.LeasesAwaited():
-            nodes = ", ".join(node or "an unknown node" for node in event.nodes)
-            what = f"starts wait up to {duration_text(event.seconds)}: old replicas may live"
+            nodes = ", ".join(node or "a node whose name is not known" for node in event.nodes)
+            what = f"waiting up to {duration_text(event.seconds)} before replicas start: old ones may still run"
             return "run", f"{what} on {nodes}", "warning"
         case events.NodeChanged():
             style = "" if event.after == "up" else "warning"
@@ -187,7 +187,7 @@ def _transition(event: Transition) -> str:
         return f"ready after {duration_text(event.start_s)} (generation {event.generation}{down})"
     if event.after == "starting" and event.before not in RUNNING and event.event is not ReplicaEvent.ADOPT:
         return f"starting (generation {event.generation})"
-    when = f"in {duration_text(event.resume_s)}" if event.resume_s else "as soon as possible"
+    when = f"in {duration_text(event.resume_s)}" if event.resume_s else "when its old processes have ended"
     again = f"; starts again {when}" if event.resume_s is not None else ""
     what = _CHANGES.get(event.event, f"stays {event.after}" if event.before == event.after else event.after)
     if event.after == "draining" and event.event is not ReplicaEvent.HELD_UP:

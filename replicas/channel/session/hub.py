@@ -180,7 +180,7 @@ class Hub:
         0."""
         if not self.session.connected:
             for_s, where = time.monotonic() - self.down_since, f"{self.session.endpoint} for"
-            text = f"{what} did not end: no session with the coordinator at {where} {for_s:.0f} s ({self._down_reason})"
+            text = f"{what} gave up: no session with the coordinator at {where} {for_s:.0f} s ({self._down_reason})"
             return self.error(errors.Disconnected, text)
         lack = f": version {wanted} or a newer one is not published yet (the newest is {self.latest})"
         text, hint = (lack, "see what the source of the channel does") if wanted > self.latest else ("", None)

@@ -285,10 +285,12 @@ class Versions:
     def read(self, version: int | str) -> Pending[Update]:
         """Open a version that this process holds, to read it beside what it serves.
 
-        Nothing is reported as loaded. :meth:`hold` it first: it may be evicted
-        otherwise. The Pending raises Gone if it is not held here.
+        Nothing is reported as loaded. The version stays in memory until the Update is
+        closed (use it in a ``with`` block). Call :meth:`hold` before, or the version
+        may be evicted before it is opened: then the Pending raises Gone.
 
         :param version: its number, or a label of :attr:`labels`.
+        :raises UsageError: the label is not known.
         """
         number = self.labels.get(version) if isinstance(version, str) else arguments.integer("read: version", version)
         if number is None:

@@ -213,7 +213,7 @@ def line(transition: Transition, logs: Path | None, on_failure: OnFailure = "run
         case ReplicaEvent.HELD_UP | ReplicaEvent.SILENT:
             return f"{name}: {'silent' if transition.event is ReplicaEvent.SILENT else 'still ending'}: {reason}"
         case ReplicaEvent.RETRY:
-            when = f"in {transition.resume_s:.1f} s" if transition.resume_s else "as soon as possible"
+            when = f"in {transition.resume_s:.1f} s" if transition.resume_s else "when its old processes have ended"
             return f"{name}: {reason}; starting again {when}; logs: {folder}"
         case ReplicaEvent.GIVE_UP:
             end = f"once fixed: replicas reset-failed {name}" if on_failure == "replica" else f"the {on_failure} ends"

@@ -180,7 +180,7 @@ class GenerationLifecycle:
         """
         if self.generation.parts:
             return lambda: None
-        self.hold_ups.waits = "for its turn: other replicas start first"
+        self.hold_ups.waits = "until other replicas have started"
         owner, turn_over = self._owner, await _turn(self._context.turns)
         owner.life.launched(self._now())
         while self.state == "waiting":
@@ -308,7 +308,7 @@ class GenerationLifecycle:
         if any(part.stopping for part in generation.parts) and all(
             report.outcome in ("ok", "stopped") for report in reports
         ):
-            own = Cause("requested", "it was being stopped")  # by an earlier supervisor
+            own = Cause("requested", "an earlier supervisor told it to stop")  # by an earlier supervisor
         if own is not None and owner.asked == "nothing":
             owner.end_for_failure(own)
         number, cause = owner.life.generation, self.cause

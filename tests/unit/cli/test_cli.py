@@ -359,7 +359,10 @@ def test_python_m_supervisor_is_run(
     monkeypatch.setattr(sys, "argv", ["replicas.supervisor", "gone.toml"])
     with pytest.raises(SystemExit, match="78"):
         runpy.run_module("replicas.supervisor", run_name="__main__")
-    assert capsys.readouterr().err == "replicas: gone.toml: 1 problem\n  cannot be read: No such file or directory\n"
+    assert (
+        capsys.readouterr().err
+        == "replicas: gone.toml: 1 problem\n  the file cannot be read: No such file or directory\n"
+    )
 
 
 @pytest.mark.parametrize("words", [["check", "grpo.toml"], ["--help"], ["--version"]])
@@ -470,7 +473,7 @@ def test_logs_without_output_are_said_to_be_empty(folder: Path, capsys: pytest.C
     log.parent.mkdir(parents=True)
     log.touch()
     assert cli.main(["logs", "rollout/0", "-c", "grpo.toml"]) == 0
-    assert capsys.readouterr() == ("", "replicas: rollout/0: there is no output to show\n")
+    assert capsys.readouterr() == ("", "replicas: rollout/0: no output yet, or its logs were removed\n")
     log.write_text("loss 1\n")
     assert cli.main(["logs", "rollout/0", "-c", "grpo.toml"]) == 0
     assert capsys.readouterr() == ("loss 1\n", "")

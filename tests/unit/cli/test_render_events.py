@@ -47,7 +47,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
     (
         transition(event=Step.RETRY, before="draining", after="backoff", reason="restart requested", resume_s=0.0),
         "a/0",
-        "ended: restart requested; starts again as soon as possible",
+        "ended: restart requested; starts again when its old processes have ended",
     ),
     (events.RunStarted(run="grpo", pid=7, version="1.0"), "run", "grpo started by supervisor process 7 (replicas 1.0)"),
     (events.RunEnded(exit_code=1, reason="a failed"), "run", "over, exit code 1: a failed"),
@@ -86,7 +86,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
     (
         events.LeasesAwaited(nodes=("n1", ""), seconds=34.0),
         "run",
-        "starts wait up to 34 s: old replicas may live on n1, an unknown node",
+        "waiting up to 34 s before replicas start: old ones may still run on n1, a node whose name is not known",
     ),
     (
         events.ConnectionsRefused(reason="token", count=3),
@@ -170,7 +170,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
     (
         effects.SyncEnded("policy", SyncRecord(version=4, outcome="busy", seconds=6.0, nbytes=0, members=0)),
         "policy",
-        "version 4 failed after 6 s, not committed: no free slot (memory for a version)",
+        "version 4 failed after 6 s, not committed: no free slot, all are in use (raise slots)",
     ),
     (
         events.StacksSaved(group="a", replica=0, generation=2, reason="no heartbeat", path="logs"),

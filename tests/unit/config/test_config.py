@@ -647,7 +647,7 @@ def test_an_address_that_nobody_could_be_told(folder: Path, table: str, key: str
     [
         (b"a = [", "is not valid TOML: "),
         (b"\xff", "is not UTF-8 text: invalid start byte at byte 0"),
-        (None, "cannot be read: No such file or directory"),
+        (None, "the file cannot be read: No such file or directory"),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes | None, problem: str) -> None:

@@ -184,7 +184,7 @@ def test_lines_name_the_log() -> None:
     text = line(step, None)
     assert text == "a/1: rank 0 died; starting again in 1.5 s; logs: replicas logs a/1 -g 2"
     text = line(msgspec.structs.replace(step, resume_s=0.0), None)  # no node may take it
-    assert text == "a/1: rank 0 died; starting again as soon as possible; logs: replicas logs a/1 -g 2"
+    assert text == "a/1: rank 0 died; starting again when its old processes have ended; logs: replicas logs a/1 -g 2"
 
 
 def test_the_last_word_on_a_healthy_replica_is_that_it_is_ready() -> None:

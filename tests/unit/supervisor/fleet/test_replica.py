@@ -605,7 +605,10 @@ async def test_what_an_earlier_supervisor_was_ending_starts_again_at_no_cost(tmp
         world.shims[0].stopping = True
         world.shims[0].ended(ExitReport("stopped"))
         await settle()
-        assert (replica.life.restarts, world.exits[0].reason) == ({"requested": 1}, "it was being stopped")
+        assert (replica.life.restarts, world.exits[0].reason) == (
+            {"requested": 1},
+            "an earlier supervisor told it to stop",
+        )
 
 
 @pytest.mark.anyio
