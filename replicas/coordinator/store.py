@@ -186,10 +186,10 @@ class StoreWatcher:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PING_INTERVAL_S):
                     await process.wait()
-            if process.returncode is None:
-                if await self._answers():
-                    continue
-                log.warning("replacing the rendezvous store: its process (a TCPStore) does not respond")
+            if process.returncode is None and await self._answers():
+                continue
+            what = "does not respond" if process.returncode is None else "has ended"
+            log.warning("replacing the rendezvous store: its process (a TCPStore) %s", what)
             self._life.give_up()
             self._on_change(False)
             await self._kill()

@@ -163,7 +163,7 @@ def _collect(
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             names = ", ".join(spec.name(rank) for rank in missing)
-            raise RuntimeError(f"{names} did not join the process group (no {what} by the deadline)")
+            raise RuntimeError(f"{names} did not join the process group by the deadline")
         store.set_timeout(timedelta(seconds=max(0.01, min(store.slice_s, remaining))))
         try:
             values = store.multi_get([f"{what}/{rank}" for rank in missing])

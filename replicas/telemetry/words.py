@@ -131,7 +131,7 @@ def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
         case events.FailedReset():
             budgets = f"restart budget of group {', '.join(event.groups)} is full again" if event.groups else ""
             failed = f"starting {', '.join(event.replicas)} again" if event.replicas else ""
-            return "run", f"reset-failed: {'; '.join(filter(None, (failed, budgets)))}", ""
+            return "run", f"by order (reset-failed): {'; '.join(filter(None, (failed, budgets)))}", ""
         case events.Reloaded():
             parts = [("changed", event.changed), ("added", event.added), ("removed", event.removed)]
             said = "; ".join(f"{name} {', '.join(groups)}" for name, groups in parts if groups)
@@ -150,7 +150,7 @@ def in_words(event: events.Event, at: float) -> tuple[str, str, str]:
         case events.StacksSaved():
             return who, f"saved stack traces in the log of generation {event.generation}{_because(event.reason)}", ""
         case events.LeasesAwaited():
-            nodes = ", ".join(node or "a node whose name is not known" for node in event.nodes)
+            nodes = " and ".join(node or "a node whose name is lost" for node in event.nodes)
             what = f"waiting up to {duration_text(event.seconds)} before replicas start: old ones may still run"
             return "run", f"{what} on {nodes}", "warning"
         case events.NodeChanged():

@@ -492,7 +492,7 @@ class Fleet:
             self._context.emit(FailedReset(replicas=names, groups=spent))
             full = f"restart budget of group {', '.join(spent)} is full again" if spent else ""
             began = f"starting {', '.join(names)} again" if names else ""
-            self._context.say(f"reset-failed: {'; '.join(filter(None, (began, full)))}")
+            self._context.say(f"by order (reset-failed): {'; '.join(filter(None, (began, full)))}")
         self._context.wake_monitor()
         return names
 

@@ -93,7 +93,7 @@ async def test_idle_and_spare_sidecars_are_asked_too(server: str, monkeypatch: p
 async def test_one_that_is_stuck_answers_pings_and_has_its_whole_deadline(server: str) -> None:
     async with lane(2, server, build=False) as two:
         started = time.monotonic()
-        with pytest.raises(SidecarFailed, match=r"rollout/0/0 did not join the group"):
+        with pytest.raises(SidecarFailed, match=r"rollout/0/0 did not join the process group"):
             await two.sidecars[0].build(two.spec("alone", 0, timeout_s=4.0, names=("trainer/0/0", "rollout/0/0")))
         assert time.monotonic() - started >= 4.0 > helper_process.SILENCE_S
 

@@ -56,7 +56,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
     (events.Drained(target="a", seconds=1.5), "a", "drained: none of its processes is left, after 1.5 s"),
     (events.Scaled(group="a", before=1, after=3), "a", "scaled from 1 to 3 replicas"),
     (events.RestartAsked(target="a", rolling=True), "a", "restart requested, a few replicas at a time"),
-    (events.FailedReset(replicas=("a/0", "a/1")), "run", "reset-failed: starting a/0, a/1 again"),
+    (events.FailedReset(replicas=("a/0", "a/1")), "run", "by order (reset-failed): starting a/0, a/1 again"),
     (events.Reloaded(changed=("a",), removed=("b",)), "config", "reloaded: changed a; removed b"),
     (events.Reloaded(), "config", "reloaded: nothing has changed"),
     (events.ReloadRefused(problems=("a: b", "c")), "config", "new file refused, the old config stays: a: b; c"),
@@ -86,7 +86,7 @@ TOLD: list[tuple[events.Event, str, str]] = [
     (
         events.LeasesAwaited(nodes=("n1", ""), seconds=34.0),
         "run",
-        "waiting up to 34 s before replicas start: old ones may still run on n1, a node whose name is not known",
+        "waiting up to 34 s before replicas start: old ones may still run on n1 and a node whose name is lost",
     ),
     (
         events.ConnectionsRefused(reason="token", count=3),
@@ -178,7 +178,11 @@ TOLD: list[tuple[events.Event, str, str]] = [
         "saved stack traces in the log of generation 2: no heartbeat",
     ),
     (events.Draining(target="", reason="over"), "run", "draining: ends after its present sync (the run is over)"),
-    (events.FailedReset(replicas=(), groups=("a",)), "run", "reset-failed: restart budget of group a is full again"),
+    (
+        events.FailedReset(replicas=(), groups=("a",)),
+        "run",
+        "by order (reset-failed): restart budget of group a is full again",
+    ),
     (events.EventsLost(count=3, reason="disk full"), "run", "3 events not written to disk: disk full"),
 ]
 

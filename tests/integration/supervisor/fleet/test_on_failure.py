@@ -28,7 +28,8 @@ def test_a_rollout_that_keeps_failing_does_not_end_the_trainer(tmp_path: Path) -
         client = Client(f"unix:{run.state_dir}/control.sock", timeout_s=60.0)
         assert client.order(ResetFailed()).result == ["rollout/0"]
         run.wait_line(
-            "reset-failed: starting rollout/0 again; restart budget of group rollout is full again", timeout_s=90.0
+            "by order (reset-failed): starting rollout/0 again; restart budget of group rollout is full again",
+            timeout_s=90.0,
         )
         run.wait_line("rollout/0: finished", timeout_s=90.0)
         assert run.status().groups[1].no_progress_remaining_ratio == 1.0

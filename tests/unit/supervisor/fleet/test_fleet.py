@@ -380,7 +380,7 @@ async def test_reset_failed_forgets_what_was_spent_and_says_so() -> None:
         assert made.reset_failed() == ()
         resets = [event for _, event in yard.events if isinstance(event, FailedReset)]
         assert resets == [FailedReset(replicas=(), groups=("a",))]
-        assert yard.said_of_groups == ["reset-failed: restart budget of group a is full again"]
+        assert yard.said_of_groups == ["by order (reset-failed): restart budget of group a is full again"]
         assert made.groups["a"].rules.remaining(0.0) == 4
 
 
