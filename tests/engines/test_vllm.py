@@ -71,6 +71,8 @@ LONG = {**CAPITAL, "max_tokens": 150, "ignore_eos": True, "stream": True}
 
 
 def test_an_answer_names_its_version_and_a_demand_is_kept(served: EngineWorld) -> None:
+    served.publish(scale=1.0)
+    served.wait_until_served(served.committed)
     url, number = f"{served.url}/v1/completions", served.committed
     for demanded in ("", f"{number}", f">={number}", ">= 1"):
         found = demand(url, demanded, CAPITAL)
