@@ -50,7 +50,7 @@ def diagnosed(capsys: pytest.CaptureFixture[str], code: int) -> dict[str, list[d
 def test_a_healthy_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = diagnosed(capsys, 0)
     assert set(found) == {"run", "leftovers", "plan", "ports", "gpus", "limits", "disk"}
-    assert found["run"][0]["text"].startswith("not running")
+    assert found["run"][0]["text"].startswith("the run is not running")
     assert cli.main(["doctor", "run.toml"]) == 0
     out = capsys.readouterr().out
     assert "[+] leftovers no process of a dead supervisor of this run\n" in out
@@ -133,7 +133,7 @@ def test_a_plan_that_does_not_fit_and_who_is_on_the_gpus(
     assert "2 GPUs are needed at once" in found["plan"][0]["text"]
     assert [one["text"] for one in found["gpus"]] == [
         "1, says CUDA_VISIBLE_DEVICES",
-        f"512 MiB on GPU-1: process {os.getpid()}, not of this run: python",
+        f"512 MiB on GPU-1 are held by process {os.getpid()} (not of this run): python",
     ]
     smi.write_text("#!/bin/sh\nexit 9\n")
     assert "their processes cannot be listed" in diagnosed(capsys, 1)["gpus"][1]["text"]

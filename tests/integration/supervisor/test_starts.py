@@ -45,7 +45,7 @@ def test_a_start_that_hangs_is_given_up(
         run.signal(signum)
         run.wait_line(f"{signum.name}: cancelling the start")
         assert run.wait(timeout_s=30) == code
-        assert run.lines[-1].endswith("run test: not started")
+        assert run.lines[-1].endswith("run test: not started, as the start was cancelled")
         run.assert_nothing_left()
         assert not (run.state_dir / "endpoint.json").exists()
 

@@ -182,6 +182,7 @@ class CallWorld:
             with contextlib.suppress(errors.UsageError):
                 self.update.loaded()
         pending = rollout.receive()
+        self._let_go()
         version = trainer.publish(WEIGHTS, new_manifest=True).wait(PATIENCE_S).version
         self.update = pending.wait(PATIENCE_S)
         assert self.update.version <= version
@@ -189,6 +190,17 @@ class CallWorld:
             self.operated = False
             for barrier in [self.members[name].barrier(deadline=PATIENCE_S) for name in ("peer/0", "peer/1")]:
                 barrier.wait(PATIENCE_S)
+
+    def _let_go(self) -> None:
+        """End the labels and leases of earlier calls: the channel has few slots, and a
+        target here reads the version before while the next one is published."""
+        versions = self.members["trainer/0"].versions
+        for label in set(versions.labels) - {"current", "previous", "candidate"}:
+            versions.label(label, "").wait(PATIENCE_S)
+        (policy,) = [one for one in self.coordinator.channel_statuses() if one.name == "policy"]
+        for lease in [lease for version in policy.versions for lease in version.leases]:
+            with contextlib.suppress(errors.UsageError):  # its time has just ended
+                versions.release(lease.name).wait(PATIENCE_S)
 
     # ------------------------------------------------------------ calls
 
