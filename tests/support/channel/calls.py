@@ -197,10 +197,13 @@ class CallWorld:
         versions = self.members["trainer/0"].versions
         for label in set(versions.labels) - {"current", "previous", "candidate"}:
             versions.label(label, "").wait(PATIENCE_S)
-        (policy,) = [one for one in self.coordinator.channel_statuses() if one.name == "policy"]
+        (policy,) = [one for one in self.run(self._statuses()) if one.name == "policy"]
         for lease in [lease for version in policy.versions for lease in version.leases]:
             with contextlib.suppress(errors.UsageError):  # its time has just ended
                 versions.release(lease.name).wait(PATIENCE_S)
+
+    async def _statuses(self) -> Any:
+        return self.coordinator.channel_statuses()
 
     # ------------------------------------------------------------ calls
 
