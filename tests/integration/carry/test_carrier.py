@@ -291,5 +291,5 @@ async def test_what_cannot_be_is_refused(data: bytes) -> None:
         memory = Memory(data)
         with pytest.raises(Exception, match=f"the slot has {OFFSET + len(data)} bytes"):
             await one.pull(1, SECRET, memory, (OFFSET, len(data) + 1), [], 5.0)
-        with pytest.raises(PullFailed, match="no holder serves it"):
+        with pytest.raises(PullFailed, match="no member can send it"):
             await one.pull(1, SECRET, memory, memory.place, [], 5.0)

@@ -46,7 +46,7 @@ def test_a_frozen_rank_is_replaced_and_one_that_left_is_not(tmp_path: Path) -> N
         assert replica.heartbeat_age_s is not None
         assert replica.pid is not None
         kill(replica.pid, signal.SIGSTOP)
-        run.wait_line("a/0: no heartbeat from rank 0 (limit: 6 s)", timeout_s=15)
+        run.wait_line("a/0: silent: no heartbeat from rank 0 (limit: 6 s)", timeout_s=15)
         silent = run.status().groups[0].replicas[0]
         assert (silent.state, silent.reason) == ("silent", "no heartbeat from rank 0 (limit: 6 s)")
         assert silent.state_age_s > 3.0, "since the last heartbeat"

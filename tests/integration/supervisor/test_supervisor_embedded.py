@@ -243,7 +243,7 @@ async def test_a_prometheus_that_comes_regularly_sees_how_the_run_ended(
         looking = asyncio.create_task(look(supervisor.endpoint))
         assert await supervisor.run_until_done() == 1
         status = supervisor.status()
-        assert (status.exit_code, status.ended_by.partition(":")[0]) == (1, "group a failed")
+        assert (status.exit_code, status.ended_by.partition(":")[0]) == (1, "group a failed with replica a/0")
     found = await looking
     assert 'replicas_run_over{run="embedded"} 1.0' in found
     assert 'replicas_run_exit_code{run="embedded"} 1.0' in found
