@@ -319,8 +319,8 @@ class Engine:
             self.decisions.append(decision)
         except OSError as exc:
             if channel.told.disk_problem != str(exc):
-                channel.told.disk_problem, version, name = str(exc), decision.version, decision.channel
-                log.error("retrying to write the commit of version %d of channel %s to disk: %s", version, name, exc)
+                channel.told.disk_problem = str(exc)
+                log.error("writing version %d of %s to disk again: %s", decision.version, decision.channel, exc)
             return False
         outlet.due = deque(effects.with_commit(outlet.due, decision.version, self._now() - outlet.tried_at))
         channel.told.disk_problem, outlet.tried_at = "", 0.0

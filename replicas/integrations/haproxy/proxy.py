@@ -149,6 +149,8 @@ class Haproxy:
         try:
             self._ask("show version", silent=False)  # it notices a haproxy that hangs, and keeps the connection alive
             servers = {server.url: server for server in sorted(routes.servers)}
+            for url in self._lookups.keys() - servers.keys():
+                del self._lookups[url]  # its answer would be old when the server comes back
             for url in sorted(self._places.keys() - servers.keys()):
                 self._remove(url)
             self._lead(routes, servers)

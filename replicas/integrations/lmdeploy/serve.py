@@ -29,6 +29,7 @@ __all__ = ["follow", "main"]
 
 REFUSED = {
     "--ssl": PLAIN_HTTP,
+    "--dp": ("the gate is in front of one API process alone", "start one server for each copy of the model"),
     "--enable-prefix-caching": ("the cache of prefixes outlives a load", "leave it out"),
     "--api-keys": ("the follower needs the key, too", "use --api-key"),
 }

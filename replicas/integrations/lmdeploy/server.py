@@ -4,9 +4,8 @@ of ``lmdeploy``.
 
 LMDeploy makes its application in the function that also runs it, and takes no
 middleware. So ``uvicorn.run``, by which it runs the application, is replaced in this
-process by a function that puts the gate in front first. A server of LMDeploy that runs
-in other processes (``--dp`` above 1) has no gate then: the follower notices, and
-refuses it.
+process by a function that puts the gate in front first. API processes that LMDeploy
+spawns (``--dp``) would have no gate: ``serve`` refuses that option.
 
 Control routes are those of the two modules in which LMDeploy has them. All but
 ``/abort_request``, by which clients end their own requests, are reserved for the

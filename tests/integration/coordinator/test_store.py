@@ -64,7 +64,9 @@ def listening_on(port: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-async def test_a_store_that_dies_or_freezes_is_replaced(coordinator: Coordinator, signum: int) -> None:
+async def test_a_store_that_dies_or_freezes_is_replaced(
+    coordinator: Coordinator, signum: int, caplog: pytest.LogCaptureFixture
+) -> None:
     before, pid = coordinator.store_address, coordinator.store_pid
     assert pid is not None
     up = asyncio.Event()
@@ -75,6 +77,8 @@ async def test_a_store_that_dies_or_freezes_is_replaced(coordinator: Coordinator
     assert coordinator.store_address != before
     assert not alive(pid)
     await coordinator._store.ask()
+    why = "has ended" if signum == signal.SIGKILL else "does not respond"
+    assert f"replacing the rendezvous store: its process (a TCPStore) {why}" in caplog.text
 
 
 async def test_a_new_store_that_dies_in_the_middle_of_its_first_word_is_replaced_too(

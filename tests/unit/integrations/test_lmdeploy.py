@@ -173,6 +173,7 @@ def test_a_follower_refuses_what_the_first_version_did_not_have(run: FakeRun, tm
 @pytest.mark.parametrize(
     ("option", "remedy"),
     [
+        ("--dp=2", "one server for each copy"),
         ("--ssl", "put a proxy with TLS in front"),
         ("--enable_prefix_caching", "leave it out"),
         ("--api-keys=a", "use --api-key"),
@@ -191,6 +192,6 @@ def test_requests_are_only_aborted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "choose from abort" in capsys.readouterr().err.replace("'", "")
 
 
-def test_a_release_with_its_control_routes_elsewhere_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_with_its_control_routes_elsewhere_is_not_served() -> None:
     with pytest.raises(RuntimeError, match="has its control routes elsewhere"):
         LmdeployGate(None, [SimpleNamespace(path="/update_weights", endpoint=SimpleNamespace(__module__="x"))])
