@@ -50,8 +50,11 @@ _MODULES = ("engine", "sources", "status", "testing")
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name from its module at its first use, and keep it here; raise
-    AttributeError for an unknown name."""
+    """Return a public name of the package, imported from its module at the first use
+    and kept here after that.
+
+    :raises AttributeError: the package has no such name.
+    """
     if name in _MODULES:
         return importlib.import_module(f"replicas.{name}")
     home = _HOMES.get(name)
@@ -63,5 +66,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, imported or not."""
+    """Return the package's public names, sorted, also those not imported yet."""
     return sorted([*__all__, *_MODULES])

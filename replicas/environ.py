@@ -95,7 +95,7 @@ _TORCHRUN_PREFIXES = ("LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", T
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """The values of the environment; None for a variable that is not set."""
+    """A rank's variables, as :func:`read` returns them; None for one not set."""
 
     endpoint: str | None = None
     token_file: Path | None = None
@@ -115,11 +115,11 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(environ: Mapping[str, str] | None = None) -> Environment:
-    """Return the values of this process's environment, or of ``environ``; no file is
-    read.
+    """Return a rank's variables from this process's environment, or from ``environ``.
 
-    :raises replicas.errors.UsageError: a variable is not a whole number, but must be
-        one.
+    No file is read, so the token of ``REPLICAS_TOKEN_FILE`` is not in the result.
+
+    :raises replicas.errors.UsageError: a variable that must be a whole number is not.
     """
     source = os.environ if environ is None else environ
     token_file, log_dir, generation = source.get(TOKEN_FILE), source.get(LOG_DIR), _integer(source, GENERATION)
@@ -191,7 +191,11 @@ def token_owners(environment: Environment) -> frozenset[int]:
 
 
 def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy without torchrun's variables, which confuse other programs."""
+    """Return a copy of ``environ`` without the variables that torchrun sets or reads.
+
+    For programs that are no ranks of that torchrun: they would take its rank numbers
+    and options for their own.
+    """
     return {
         name: value
         for name, value in environ.items()
@@ -203,7 +207,7 @@ def _integer(source: Mapping[str, str], name: str) -> int | None:
     """Return the variable ``name`` of ``source`` as a whole number, or None if it is
     not set or empty.
 
-    :raises replicas.errors.UsageError: the variable has another text.
+    :raises replicas.errors.UsageError: the variable is not a whole number from 0.
     """
     text = source.get(name)
     if not text:

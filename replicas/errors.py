@@ -150,6 +150,7 @@ class BadConfig(UsageError):
     def __init__(self, problems: Sequence[str], *, source: str = "config") -> None:
         """List the problems below a title in the message.
 
+        :param problems: one line for each problem.
         :param source: the title's beginning: the config's path.
         """
         self.problems: tuple[str, ...] = tuple(problems)

@@ -181,8 +181,9 @@ class PublishStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waits(self) -> str:
-        """The text after "waits ", such as "for rollout/0/0 and 2 more" (members that
-        the publish waits for); empty if it waits for no member."""
+        """The members that the publish waits for, as the text after "waits ", such as
+        "for rollout/0/0 and 2 more to release version 5"; empty if it waits for
+        none."""
         more = f" and {self.waiting - 1} more" if self.waiting > 1 else ""
         kept = f" to release version {self.kept}" if self.kept else ""
         return f"for {self.waits_for[0]}{more}{kept}" if self.waits_for else ""

@@ -16,7 +16,10 @@ BLOCK_NBYTES = 16 << 20
 
 
 def combined(blocks: Iterable[bytes]) -> str:
-    """Return a version's digest (hex), from the binary xxh3-128 of its blocks."""
+    """Return a version's digest (hex).
+
+    :param blocks: binary xxh3-128 of each of its blocks, in order.
+    """
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
 
 
@@ -26,7 +29,8 @@ def block_range(number: int, nbytes: int) -> tuple[int, int]:
 
 
 class Blocks:
-    """The missing and the received blocks of an image, with the holders of these.
+    """Which blocks of a pulled image (a version's bytes) are missing, which have come,
+    and from which holder.
 
     Not thread-safe. The lowest is requested first, so that the slot holds mostly a
     prefix, which this host can serve to the next one. A failed block comes back before
@@ -77,7 +81,8 @@ class Blocks:
     def requeue(self, number: int) -> None:
         """Queue block ``number`` again, as its request failed.
 
-        Does nothing for a block that has arrived or is queued.
+        Its received bytes count no more. Does nothing else for a block that has arrived
+        or is queued.
         """
         self.halves.pop(number, None)
         if number in self._left and number not in self._waiting:
@@ -93,7 +98,10 @@ class Blocks:
         self._left.discard(number)
 
     def request_again(self, number: int) -> None:
-        """Queue block ``number`` again: it was received, but with wrong bytes."""
+        """Count block ``number`` as missing and queue it: its bytes proved wrong.
+
+        Its holder stays in ``served_by``.
+        """
         self._left.add(number)
         heappush(self._waiting, number)
 

@@ -43,7 +43,7 @@ REST_S = 0.1
 
 
 class Slot:
-    """The memory of a slot in this process: a descriptor and its mappings."""
+    """The memory of a slot (place of one version): its file's descriptor, mappings."""
 
     def __init__(self, fd: int) -> None:
         """Take over descriptor ``fd`` of a slot's file; map nothing yet."""
@@ -53,7 +53,7 @@ class Slot:
 
     @property
     def memory(self) -> mmap.mmap:
-        """The whole file, mapped for writing on first use."""
+        """The whole file of the slot, mapped for writing on first use."""
         return self._map(mmap.ACCESS_WRITE)
 
     def _map(self, access: int) -> mmap.mmap:
@@ -92,7 +92,7 @@ class Slot:
 
 
 class Carrier:
-    """Carries out the requests of its rank; runs the long ones on threads."""
+    """Serves and pulls versions at its rank's requests; runs long ones on threads."""
 
     def __init__(self, channel: socket.socket, listener: socket.socket) -> None:
         """Keep both sockets; read and accept nothing yet (:func:`serve` does).
@@ -112,6 +112,9 @@ class Carrier:
 
     def handle(self, request: wire.Request, fds: list[int]) -> None:
         """Main thread: carry out a request, or start a thread for it; never wait.
+
+        Replies go to the rank, now or later, by :meth:`reply`. An exception is meant to
+        end this process.
 
         :param fds: descriptors that came with it, owned by this call.
         """
@@ -146,9 +149,11 @@ class Carrier:
             frames.write_frame(self._channel, message)
 
     def _serve(self, request: wire.Serve) -> None:
-        """Main thread: offer a version to pullers on other hosts.
+        """Main thread: offer a version to pullers on other hosts, until its withdrawal.
 
-        If the request names a base (an older version), also deltas against it.
+        If the request names a base (an older version), also offer deltas against it.
+
+        :raises KeyError, ValueError: a slot is unknown, or too small.
         """
         transfer, place, filled, base = request.transfer, request.place, request.filled, request.base
         slot = self._slots[place.key]
@@ -162,9 +167,9 @@ class Carrier:
         self.server.offer(transfer, image, request.secret, deltas, encrypt=request.encrypt)
 
     def _drop_base(self, number: int, transfer: int) -> None:
-        """On a thread: stop the deltas of a transfer, so that its base can be reused.
+        """On a thread: make no further deltas for a transfer; free its base's slot.
 
-        Replies when no thread reads the base, the older version.
+        Blocks until no thread reads the base, the older version; then replies Dropped.
 
         :param number: the request's id.
         """
@@ -196,9 +201,8 @@ class Carrier:
         _start(lambda: self._run(pull, request))
 
     def _run(self, pull: Pull, request: wire.StartPull) -> None:
-        """Run the pull on this thread, and block.
-
-        Reply Pulled or PullFailed at its end.
+        """Run the pull on this thread; block until it ends, then reply Pulled or
+        PullFailed. After either, the received bytes are still served.
 
         :param request: the rank's request, with the holders and the time limit.
         """
@@ -248,6 +252,8 @@ def _start(function: Callable[[], None]) -> None:
     """Run ``function`` on a new daemon thread.
 
     An exception in it is printed, and ends this process with status 1.
+
+    :raises RuntimeError: this process can have no more threads.
     """
 
     def run() -> None:

@@ -72,7 +72,7 @@ class DeltaError(ConnectionError):
 
 @dataclass(frozen=True)
 class Changes:
-    """Changed elements of one region.
+    """Changed elements of one region (a range of a block with elements of one size).
 
     :ivar start: the region's first byte in the block. :ivar end: its end.
     :ivar numbers: indices of the elements in the region, rising.
@@ -87,13 +87,18 @@ class Changes:
 
 
 def encode_block(base: memoryview, new: memoryview, regions: Iterable[Region] = (), *, start: int = 0) -> bytes:
-    """Return the delta of a block; of kind *whole* if the bytes are better sent.
+    """Return the encoded delta that turns ``base`` into ``new``, for one block.
+
+    It is of kind *whole*, without changes, if a delta would be too large: the block's
+    bytes are to be sent then.
 
     :param base: the block's bytes in the older version, as many as ``new`` has.
     :param regions: (first byte, end, bytes of an element) in the image; if empty,
         elements have :data:`DEFAULT_WIDTH`. Bytes outside all regions are 1-byte
         elements.
     :param start: the block's first byte in the image.
+    :raises ValueError: the sizes differ or exceed a block, or a region's elements have
+        another size than 1, 2, 4 or 8 bytes.
     """
     import numpy as np
     import zstandard
@@ -161,8 +166,9 @@ def is_whole(delta: bytes) -> bool:
 def apply_block(base: memoryview, delta: bytes, out: memoryview) -> None:
     """Write the block that ``delta`` makes of ``base`` to ``out``.
 
-    Both may be the same memory.
+    ``base`` and ``out`` may be the same memory.
 
+    :raises ValueError: they differ in size.
     :raises DeltaError: the delta is malformed, of another block, or *whole*; nothing
         was written.
     """

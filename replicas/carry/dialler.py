@@ -45,9 +45,9 @@ class ConnectFailed(Exception):
     """The connection could not be made. ``why``: a text."""
 
     def __init__(self, why: str, *, cut: bool = False) -> None:
-        """Store why the connection could not be made, as text.
+        """Store ``why`` the connection could not be made, a text for people.
 
-        :param cut: the network path to the peer seems broken.
+        :param cut: the network path to the peer seems broken (a timeout, no route).
         """
         super().__init__(why)
         self.why, self.cut = why, cut
@@ -67,7 +67,7 @@ def is_cut(error: OSError) -> bool:
 
 
 class HolderConnection:
-    """An authenticated connection to a holder. Its methods block.
+    """An authenticated connection to a holder (carrier that serves). Methods block.
 
     :param last: no other holder is left; this one gets more time.
     """
@@ -97,7 +97,8 @@ class HolderConnection:
         Blocks until ``into`` is full, or a wait of 0.25 s has ended with some bytes
         there.
 
-        :raises OSError: the holder closed the connection, or sent nothing for too long.
+        :raises OSError: the holder closed the connection, or sent nothing for 1.5 s (4
+            s if it is the last).
         """
         began = time.monotonic()
         while True:
@@ -112,9 +113,9 @@ class HolderConnection:
             return nbytes
 
     def receive_all(self, into: memoryview) -> None:
-        """Fill all of ``into``, however long that takes.
+        """Fill all of ``into`` with received bytes, however long that takes.
 
-        :raises OSError: the holder closed the connection, or sent nothing for too long.
+        :raises OSError: as :meth:`receive`; part of ``into`` may be written.
         """
         while into:
             into = into[self.receive(into) :]
@@ -123,6 +124,7 @@ class HolderConnection:
         """Receive four bytes, a head or a length; return them as a number.
 
         :raises ConnectionError: the holder no longer serves the version.
+        :raises OSError: as :meth:`receive`.
         """
         head = bytearray(HEAD.size)
         self.receive_all(memoryview(head))
@@ -134,9 +136,12 @@ class HolderConnection:
     def piece(self, most: int) -> int:
         """Receive a head; return how many bytes follow, or :data:`DELTA_FOLLOWS`.
 
-        Returns 0 for a sign of life.
+        Returns 0 for a sign of life: nothing follows, and the next head is to be
+        received.
 
-        :raises ConnectionError: more than ``most`` bytes follow.
+        :raises ConnectionError: more than ``most`` bytes follow, or the holder no
+            longer serves the version.
+        :raises OSError: as :meth:`receive`.
         """
         piece = self.number()
         if piece > most and piece != DELTA_FOLLOWS:
@@ -145,7 +150,7 @@ class HolderConnection:
 
 
 class Connector:
-    """Makes the connections of one pull. Thread-safe.
+    """Makes one pull's connections to holders, and ends them. Thread-safe.
 
     :param source: address to connect from; empty means any.
     :param trips: round trips in seconds by host, updated by each connection.
@@ -176,10 +181,11 @@ class Connector:
         """Connections by holder whose handshake is done."""
 
     def hang_up(self, holder: Holder | None = None) -> None:
-        """Shut down all connections to ``holder``; their threads get HungUp.
+        """Shut down all connections to ``holder``, also those being made.
 
-        If None, shut down those to all holders, and refuse new ones until
-        :meth:`reopen`.
+        Their threads get HungUp from :meth:`connect`; this call does not wait for them.
+        If ``holder`` is None, shut down those to all holders, and have :meth:`connect`
+        raise HungUp until :meth:`reopen`.
         """
         with self._lock:
             if holder is None:
@@ -190,10 +196,8 @@ class Connector:
                     tls.hang_up(sock)
 
     def is_far(self, holder: Holder | None) -> bool:
-        """Return True if the last round trip to the holder was above 10 ms.
-
-        Return False if there was none, or ``holder`` is None.
-        """
+        """Return True if the last measured round trip to the holder's host was above 10
+        ms; False if none was measured, or ``holder`` is None."""
         return holder is not None and self._trips.get(holder.host, 0.0) > FAR_S
 
     def reopen(self) -> None:
@@ -203,11 +207,12 @@ class Connector:
 
     @contextlib.contextmanager
     def connect(self, holder: Holder, *, last: bool = True) -> Iterator[HolderConnection]:
-        """Context manager: connect, do the handshakes, and close at the end.
+        """Context manager: connect, do the handshakes, and close at the end. Blocks.
 
         :param last: no other holder is left: allow more time.
-        :raises HungUp: :meth:`hang_up` was called.
-        :raises ConnectFailed: it could not be made.
+        :raises HungUp: :meth:`hang_up` ended this connection, or refuses new ones.
+        :raises ConnectFailed: the connection could not be made.
+        :raises NotTheHolder, UnknownSecret: another program answers there.
         """
         with self._lock:
             self.made[holder] += 1
@@ -235,7 +240,9 @@ class Connector:
         """Return a connected socket, wrapped for TLS if encrypted; no handshake yet.
 
         :param timeout_s: limit for the connection to be made.
-        :raises ConnectFailed: it could not be made. :raises HungUp: it was hung up.
+        :raises ConnectFailed: the connection could not be made.
+        :raises HungUp: :meth:`hang_up` ended it.
+        :raises NotTheHolder: TLS is needed, but the holder announced no certificate.
         """
         if self._tls is not None and not holder.certificate_hash:
             raise tls.NotTheHolder("announced no certificate, but the channel is encrypted")
@@ -264,7 +271,9 @@ class Connector:
             raise
 
     def _sealed(self, sock: socket.socket, holder: Holder, context: ssl.SSLContext) -> ssl.SSLSocket:
-        """Return ``sock`` wrapped for TLS; :meth:`hang_up` then finds the new one.
+        """Return ``sock`` wrapped for TLS, registered for :meth:`hang_up` in its place.
+
+        Sends nothing.
 
         :param context: the puller's TLS settings.
         """
@@ -286,7 +295,7 @@ class Connector:
                 raise HungUp
 
     def _close_socket(self, sock: socket.socket) -> None:
-        """Close the socket, and forget it."""
+        """Close the socket; :meth:`hang_up` no longer knows it."""
         with self._lock:
             self._sockets.pop(sock, None)
             self._put_off.discard(sock)

@@ -37,7 +37,7 @@ PROOFS = 2
 
 
 class Deltas:
-    """The deltas of one image's 16 MiB blocks, by number. Thread-safe.
+    """Makes and keeps the deltas of one image's 16 MiB blocks. Thread-safe.
 
     :param base: the base's bytes, as many as the image has; None to make no deltas.
     :param data: the image's bytes.
@@ -75,10 +75,10 @@ class Deltas:
         return number in self._known or (self._base is not None and self._vain < VAIN)
 
     def get_delta(self, number: int) -> bytes | None:
-        """Return the delta of block ``number``, encoded now if need be.
+        """Return the delta of block ``number``; if there is none yet, make and keep it.
 
         Returns None if the block's bytes are to be sent instead. Blocks while a delta
-        is made, here or on other threads; the block's bytes must be there.
+        is made, on this or other threads; the block's bytes must be in the slot.
         """
         with self._changed:
             self._changed.wait_for(
@@ -100,7 +100,9 @@ class Deltas:
         return self._base[block], self._data[block]
 
     def _make(self, number: int, old: memoryview, new: memoryview) -> None:
-        """Encode the delta of block ``number`` and keep it, even if it does not pay.
+        """Encode the delta of block ``number`` and keep it, also one of kind *whole*.
+
+        If that fails, nothing is kept. Threads that wait for the delta are woken.
 
         :param old: the block's bytes in the base. ``new``: those in the image.
         """
@@ -129,9 +131,9 @@ class Deltas:
                 self.get_delta(end // BLOCK_NBYTES - 1)
 
     def keep(self, number: int, found: bytes) -> None:
-        """Keep ``found``, the delta of block ``number``, received from another host.
+        """Keep ``found``, the delta of block ``number`` that came from another host.
 
-        It is served to further hosts.
+        :meth:`get_delta` returns it from now on, for further hosts.
         """
         with self._changed:
             self._known[number] = found
@@ -142,7 +144,10 @@ class Deltas:
             self._known.pop(number, None)
 
     def release_base(self) -> None:
-        """Stop making deltas, wait until no thread reads the base, and release it."""
+        """Stop making deltas, block until no thread reads the base, and release it.
+
+        Deltas that exist are still served.
+        """
         with self._changed:
             views, self._base, self._data = (self._base, self._data), None, None
             self._changed.wait_for(lambda: not self._making)
@@ -175,7 +180,7 @@ class DeltaChoice:
         return (ratio <= MARGIN) != again
 
     def record_pull(self, host: str, *, by_delta: bool, nbytes: int, seconds: float) -> None:
-        """Record the rate of a complete pull from ``host``; ignore very short ones.
+        """Record the rate of a complete pull from ``host``; ignore one below 0.1 s.
 
         :param by_delta: it used deltas. :param nbytes: size of the version.
         :param seconds: how long it took.

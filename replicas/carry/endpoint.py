@@ -47,9 +47,11 @@ def address_text(host: str, port: int) -> str:
 def listen(host: str, port: int, backlog: int) -> tuple[socket.socket, str]:
     """Listen at ``host``; return the socket and a warning ("" without one).
 
+    The warning names a program, not a carrier, that has one of the ports.
+
     :param port: the first port to try, before up to 63 others; 0 means any.
     :param backlog: most connections that wait to be accepted.
-    :raises OSError: ``strerror`` names the address and the remedy.
+    :raises OSError: no socket listens. ``strerror`` names the address and the remedy.
     """
     warning = ""
     for number in range(port, min(port + PORTS, 1 << 16)) if port else (0,):
@@ -72,7 +74,8 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
     """Return a socket that listens at exactly this address and port.
 
     :param backlog: most connections that wait to be accepted.
-    :raises OSError: it cannot, or the address is unspecified.
+    :raises OSError: the port is in use, or the address is not this machine's, or is
+        unspecified (``0.0.0.0``); no socket is left open.
     """
     family, address = _resolved(host, port)
     if ipaddress.ip_address(address[0]).is_unspecified:
@@ -107,7 +110,7 @@ def bind_socket(host: str, port: int, source: str) -> tuple[socket.socket, _Addr
 
 
 def unreached(error: OSError, host: str, port: int, source: str) -> str:
-    """Return the text of a connection that failed: both ends, the reason, the remedy.
+    """Return the text for a connection that failed: both ends, the reason, the remedy.
 
     :param source: the address that it came from; empty for any.
     """
@@ -161,7 +164,7 @@ def _resolved(host: str, port: int, link: str = "") -> tuple[socket.AddressFamil
 
 
 def _other_program(host: str, port: int) -> str:
-    """Return a text on the program that has the port; "" for another carrier.
+    """Return which program has the port, as text for a warning; "" if a carrier has it.
 
     Blocks for up to 0.1 s, until the program listens. Looks into ``/proc``.
     """

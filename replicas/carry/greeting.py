@@ -43,8 +43,8 @@ def _proof(secret: bytes, side: bytes, *said: bytes) -> bytes:
 def read_exactly(sock: socket.socket, nbytes: int, deadline: float | None = None) -> bytes:
     """Block until ``nbytes`` bytes have arrived, and return them.
 
-    :param deadline: of the monotonic clock; without one the socket's own timeout
-        applies to each read.
+    :param deadline: of the monotonic clock; the socket's timeout is changed to fit it.
+        None: the socket's own timeout applies to each read.
     :raises ConnectionError: the peer has closed the connection.
     :raises TimeoutError: the bytes did not arrive in time.
     """
@@ -67,7 +67,7 @@ def prove_as_puller(sock: socket.socket, transfer: int, secret: bytes, binding: 
     :param transfer: the transfer's number at the server.
     :param binding: SHA-256 of the server's TLS certificate; empty without TLS.
     :param deadline: by ``time.monotonic()``.
-    :raises UnknownSecret: the server has no such secret.
+    :raises UnknownSecret: the server does not know the secret.
     :raises OSError: the connection broke, or the deadline has passed.
     """
     hello = _HELLO.pack(MAGIC, transfer, secrets.token_bytes(NONCE_NBYTES))
@@ -87,8 +87,9 @@ def prove_as_server(
     :param secret_of: returns a transfer's secret, or None if it is not served here.
     :param binding: SHA-256 of our TLS certificate; empty without TLS.
     :param deadline: by ``time.monotonic()``.
-    :raises UnknownSecret: it is not served here, or the puller does not know its
-        secret.
+    :raises UnknownSecret: the transfer is not served here, or the puller does not know
+        its secret.
+    :raises OSError: the connection broke, or the deadline has passed.
     """
     hello = read_exactly(sock, _HELLO.size, deadline)
     magic, transfer, _ = _HELLO.unpack(hello)

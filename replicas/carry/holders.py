@@ -54,7 +54,7 @@ class _Trial:
 
 
 class Holders:
-    """The holders that are still usable, the preferred first. Not thread-safe.
+    """The holders that one pull may still use, the preferred first. Not thread-safe.
 
     :ivar why: why holders were given up or put off, by name.
     :ivar cut: names of those whose network path seems broken or slow.
@@ -68,7 +68,8 @@ class Holders:
         self.restart(holders)
 
     def restart(self, holders: Iterable[Holder]) -> None:
-        """Use these holders, none of them measured yet; keep ``why`` and ``cut``."""
+        """Replace the holders by these, none of them measured yet; keep ``why`` and
+        ``cut``."""
         self._left = list(holders)
         self._talking: set[Holder] = set()
         self._rates: dict[Holder, float] = {}
@@ -76,9 +77,11 @@ class Holders:
         self._trial: _Trial | None = None
 
     def __len__(self) -> int:
+        """Return how many holders are left."""
         return len(self._left)
 
     def __contains__(self, holder: Holder) -> bool:
+        """Return True if the holder is left: not given up since the last restart."""
         return holder in self._left
 
     @property
@@ -91,15 +94,15 @@ class Holders:
         return self._left == [holder]
 
     def mark_connected(self, holder: Holder) -> None:
-        """Record that a connection to the holder works: its rate can be measured
-        now."""
+        """Record that a connection to the holder works, so that :meth:`replace_slow`
+        may measure its rate."""
         self._talking.add(holder)
 
     def give_up(self, holder: Holder, why: str, *, cut: bool) -> None:
-        """Remove the holder for this pull.
+        """Remove the holder, which must be one that is left, until :meth:`restart`.
 
-        :param why: the reason, kept by the holder's name.
-        :param cut: its network path seems broken.
+        :param why: the reason, kept in ``why`` by the holder's name.
+        :param cut: its network path seems broken; its name is then put into ``cut``.
         """
         self._left.remove(holder)
         self.why[holder.name] = why
@@ -110,7 +113,8 @@ class Holders:
         """Measure the first holder; if it is slow, move it behind the others.
 
         Call it every moment during a pull: a call starts a measurement, or ends one
-        that has run for 1 s.
+        that has run for 1 s. A holder is slow if it sent less than 20 MB/s and the rest
+        would take over 3 s. Nothing is measured if no other holder is left.
 
         :param received: bytes so far, by holder's name.
         :param left_nbytes: bytes that are still missing.
@@ -138,7 +142,10 @@ class Holders:
         return holder
 
     def _start_trial(self, received: Mapping[str, int]) -> _Trial | None:
-        """Return the start of a measurement of the first holder; None if not needed.
+        """Return the start of a measurement of the first holder.
+
+        Return None if there is no other one to replace it, it was measured before, or
+        no connection to it works yet.
 
         :param received: bytes so far, by holder's name.
         """

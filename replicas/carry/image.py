@@ -20,7 +20,9 @@ class Withdrawn(Exception):
 
 
 class Image:
-    """Which of the ``nbytes`` bytes at ``offset`` of the file ``fd`` are there already.
+    """Tells which of a version's bytes are in its slot already, and waits for others.
+
+    The version has ``nbytes`` bytes at ``offset`` of the slot's file ``fd``.
 
     :param full: all bytes are in the slot.
     :param data: the same bytes mapped, to serve them over TLS.
@@ -99,7 +101,7 @@ class Image:
     def withdraw(self, why: str) -> None:
         """End all waits for bytes, present and later ones, with :class:`Withdrawn`.
 
-        :param why: text of that exception.
+        :param why: text of that exception; a second call keeps the first one.
         """
         with self._changed:
             self._withdrawn = self._withdrawn or why

@@ -59,8 +59,8 @@ class Failed(Exception):
     """No holder is left. ``why``: by holder's name, or "" for this process."""
 
     def __init__(self, why: dict[str, str]) -> None:
-        """Store ``why`` each holder was given up, by name; "" stands for this
-        process."""
+        """Store ``why`` each holder was given up, by its name; the name "" stands for
+        this process, and "deadline" for the time limit."""
         super().__init__("; ".join(f"{name}: {text}" for name, text in why.items()) or "no member can send it")
         self.why = why
 
@@ -113,11 +113,15 @@ class Pull:
     def run(self, holders: Sequence[Holder], deadline: float, start: Start, digest: str = "") -> str:
         """Pull all missing blocks, verify them, and return the digest. Blocks.
 
+        At its end no thread of it is left. After Failed, what has arrived stays in the
+        slot, and the next call pulls the rest.
+
         :param holders: carriers to pull from, in order of preference.
         :param deadline: of the monotonic clock.
         :param start: starts a thread that runs the given function.
         :param digest: of the version; empty if not known yet, to skip the check.
-        :raises Failed: no holder is left, or the deadline has passed.
+        :raises Failed: no holder is left, the deadline has passed, or :meth:`stop` was
+            called.
         """
         with self._changed:
             self.holders, self.active = Holders(holders), True
@@ -133,11 +137,14 @@ class Pull:
                 self._changed.notify_all()
 
     def _receive_all(self, deadline: float, start: Start) -> None:
-        """Receive all missing blocks, unverified, over several threads; then end these.
+        """Receive all missing blocks, unverified, over several connections.
+
+        At the end, also after an error, their threads have ended.
 
         :param deadline: of the monotonic clock.
         :param start: starts a thread that runs the given function.
-        :raises Failed: no holder is left, or the deadline has passed.
+        :raises Failed: no holder is left, the deadline has passed, or :meth:`stop` was
+            called.
         """
         with self._changed:
             self._most, self._lack = MOST, ""
@@ -194,11 +201,11 @@ class Pull:
             self._note_shortage(str(error), self._running)
 
     def _find_wrong(self, holders: Sequence[Holder], digest: str, deadline: float) -> None:
-        """Find the blocks with wrong bytes, and have them requested again.
+        """Find the blocks with wrong bytes, and queue them to be requested again.
 
         Ask one holder after the other for the digests of all blocks, until they combine
-        to ``digest``, the version's, and so are right. Then begin again with all
-        holders; those that served wrong bytes come last.
+        to ``digest``, the version's, and so are right. Then make all holders usable
+        again; those that served wrong bytes come last.
 
         :param deadline: of the monotonic clock.
         :raises Failed: no holder knows the blocks' digests, or a holder served wrong
@@ -234,8 +241,9 @@ class Pull:
         """Connect to a holder, and return the digests of all blocks, as it says.
 
         :param deadline: of the monotonic clock.
-        :raises OSError, ConnectFailed: it cannot be reached, or does not answer in
-            time.
+        :raises OSError, ConnectFailed: the holder cannot be reached, or does not answer
+            in time.
+        :raises HungUp: :meth:`stop` was called.
         """
         with self._dialler.connect(holder) as line:
             line.send(ASK.pack(DIGESTS, 0, 0))
@@ -250,9 +258,11 @@ class Pull:
         return [bytes(answer[at : at + 16]) for at in range(0, len(answer), 16)]
 
     def stop(self, why: str) -> None:
-        """Any thread: end :meth:`run`, which raises Failed; wait for its end.
+        """Any other thread: end :meth:`run`, which raises Failed; wait for its end.
 
-        No thread writes to the slot then. ``why`` is for the error.
+        No thread writes to the slot then. Each later run fails, too.
+
+        :param why: the reason, for that error.
         """
         with self._changed:
             self._stopped = why
@@ -263,8 +273,8 @@ class Pull:
     # ------------------------------------------------------------ one connection
 
     def _connection(self) -> None:
-        """Connect to the best holder, and receive blocks over the connection until none
-        is left or it fails, which is recorded; one thread runs this."""
+        """Thread of one connection: connect to the first holder, and receive blocks
+        until none is missing or the connection fails. Raises no error of it."""
         try:
             with self._changed:
                 holder = self.holders.first
@@ -276,7 +286,7 @@ class Pull:
                 self._changed.notify_all()
 
     def _use(self, holder: Holder) -> None:
-        """Connect to the holder; receive blocks until none is left, or an error comes.
+        """Connect to the holder; receive blocks until none is missing, or an error.
 
         Raises no error of the connection: the holder is then given up, or fewer
         connections are used.
@@ -294,11 +304,11 @@ class Pull:
             self._give_up(holder, dialler.failure_text(error, holder), cut=dialler.is_cut(error))
 
     def _not_made(self, holder: Holder, error: dialler.ConnectFailed) -> None:
-        """Handle a connection that could not be made; its thread ends then.
+        """Decide what a connection that could not be made means for the pull.
 
-        After a broken handshake, wait before that. If this process lacks a resource, or
-        other connections to the holder work, limit their number. Else give the holder
-        up.
+        The first broken handshakes in a row only delay the next try: block meanwhile.
+        If this process lacks a resource, or the holder has other connections, limit the
+        number of connections. In all other cases give the holder up.
         """
         with self._changed:
             others = self._running - 1
@@ -330,6 +340,8 @@ class Pull:
     def _give_up(self, holder: Holder, why: str, *, cut: bool) -> None:
         """Use the holder no longer, unless that is so already or the pull is over.
 
+        The next holder may get the full number of connections.
+
         :param why: the reason. ``cut``: the network path to it seems broken.
         """
         with self._changed:
@@ -340,7 +352,8 @@ class Pull:
     def _receive_over(self, line: dialler.HolderConnection) -> None:
         """Receive blocks over ``line`` until an exception ends the connection.
 
-        Requested blocks that have not arrived are queued again.
+        That is HungUp once no block is missing. Requested blocks that have not arrived
+        are queued again.
         """
         asked: deque[int] = deque()
         with self._changed:
@@ -358,7 +371,9 @@ class Pull:
                 self._changed.notify_all()
 
     def _ask(self, line: dialler.HolderConnection, asked: deque[int]) -> None:
-        """Request blocks until enough are open; wait while all are under way elsewhere.
+        """Request blocks over one connection until it has enough open requests.
+
+        Block while it has none, and all missing blocks are requested elsewhere.
 
         :param line: the connection over which they are requested.
         :param asked: numbers of the open requests of this connection, to which the new

@@ -64,7 +64,7 @@ def cut_off(reply: wire.Pulled | wire.PullFailed) -> dict[str, str]:
 
 
 class Carrier(HelperProcess):
-    """A carrier process, with a method for each request.
+    """The rank's handle of its carrier (transfer process): a method for each request.
 
     :ivar port: the port at which it listens.
     :ivar certificate_hash: of its TLS certificate; empty if it has none.
@@ -97,8 +97,8 @@ class Carrier(HelperProcess):
 
         :param host: IP address of this member.
         :param port: the first port that it tries; 0 means any.
-        :raises CarrierDied: it cannot listen, or did not within ``START_TIMEOUT_S``;
-            details are on its stderr.
+        :raises CarrierDied: it cannot listen, or did not within ``START_TIMEOUT_S``; it
+            is killed, and details are on its stderr.
         """
         ours, process = _spawn(host, port)
         carrier = cls(process.pid, os.pidfd_open(process.pid), ours)
@@ -127,11 +127,16 @@ class Carrier(HelperProcess):
 
     @property
     def at_work(self) -> bool:
-        """True if a request is open or a transfer served; it is pinged more often."""
+        """True if a request is open or a transfer served: then it is pinged often."""
         return bool(self._pending or self._serving)
 
     def kill(self, reason: str = "killed") -> None:
-        """Kill the process, for ``reason``; when it has ended, call :attr:`ends`."""
+        """Kill the process by SIGKILL; do not wait. Pending requests raise CarrierDied.
+
+        The callbacks in :attr:`ends` are called when it has ended.
+
+        :param reason: text for these errors.
+        """
         super().kill(reason)
         self.on_exit = self._call_ends
 
@@ -152,9 +157,10 @@ class Carrier(HelperProcess):
             end()
 
     def certify(self, pem: bytes) -> None:
-        """Send the carrier its private key and certificate, once; do not wait.
+        """Send the carrier its private key and certificate; do not wait.
 
-        It must come before any encrypted use.
+        Call it once, before the first encrypted transfer. Nothing is sent to a carrier
+        that has died.
 
         :param pem: both, as PEM text.
         """
@@ -176,7 +182,7 @@ class Carrier(HelperProcess):
     ) -> None:
         """Have the carrier serve a version to pullers that know ``secret``. No wait.
 
-        Does nothing if the carrier has died.
+        It does so until :meth:`withdraw`. Does nothing if the carrier has died.
 
         :param transfer: the transfer's number, by which pullers name it.
         :param memory: the memory of the version, which the carrier maps.
@@ -195,7 +201,9 @@ class Carrier(HelperProcess):
             self._send(wire.Serve(transfer, secret, where, filled, old, tuple(regions), encrypt))
 
     def filled(self, transfer: int, nbytes: int) -> None:
-        """Tell the carrier that the first ``nbytes`` of the version are packed.
+        """Tell the carrier that the version's first ``nbytes`` are packed. No wait.
+
+        Does nothing if the carrier has died.
 
         :param transfer: number of the transfer that serves the version.
         """
@@ -217,10 +225,11 @@ class Carrier(HelperProcess):
         encrypt: bool = False,
         numbers: tuple[int, ...] = (),
     ) -> wire.Pulled:
-        """Have the carrier pull a version into ``memory``; wait for the end.
+        """Have the carrier pull a version into ``memory``; wait for the end, and return
+        the carrier's report: digest, seconds, bytes by holder, holders given up.
 
         Called again with the same memory, it resumes the pull. The carrier serves what
-        has arrived to other hosts, too, until :meth:`withdraw`.
+        has arrived to other hosts, too, until :meth:`withdraw`, also after PullFailed.
 
         :param transfer: the transfer's number. ``secret``: known to all its members.
         :param place: (offset, bytes) of the version in ``memory``.
@@ -232,7 +241,9 @@ class Carrier(HelperProcess):
         :param numbers: the transfer's number at each holder; empty if it is
             ``transfer``.
         :raises PullFailed: no holder is left, or the time was up.
-        :raises CarrierDied: it died.
+        :raises InternalError: the carrier refused: ``memory`` is too small, or cannot
+            be mapped.
+        :raises CarrierDied: the carrier died, or was killed as it did not answer.
         """
         number, where, given = next(self._numbers), wire.Place(memory.key, *place), tuple(holders)
         old = _place_of(base)
@@ -246,21 +257,20 @@ class Carrier(HelperProcess):
     async def drop_base(self, transfer: int) -> None:
         """Have the carrier stop making deltas; wait until it does not read the base.
 
-        The base is the older version that the deltas are computed against.
+        The base is the older version that the deltas are computed against. The carrier
+        still serves the transfer, as bytes and by deltas that exist.
 
-        :raises CarrierDied: it died, and does not read the base either.
+        :raises CarrierDied: the carrier is dead or killed, and reads nothing more.
         """
         await self._ask(wire.DropBase(next(self._numbers), transfer), WITHDRAW_TIMEOUT_S, wire.Dropped)
 
     async def withdraw(self, transfer: int, why: str) -> int:
-        """Have the carrier end the transfer.
+        """Have the carrier end the transfer; wait until it does not use the slot.
 
         Return the bytes that it sent to all pullers.
 
-        On return it no longer uses the transfer's slot. ``why`` is for the error of a
-        pull that is ended.
-
-        :raises CarrierDied: it died, and does not use the slot either.
+        :param why: the reason, for the error of a pull that is ended by this.
+        :raises CarrierDied: the carrier is dead or killed, and uses the slot no more.
         """
         request = wire.Withdraw(next(self._numbers), transfer, why)
         self._serving.discard(transfer)
@@ -280,7 +290,7 @@ class Carrier(HelperProcess):
     def _answers_ping(self, reply: wire.Reply) -> bool:
         """Handle a Pong or the carrier's first message, and return True.
 
-        A Pong reports received bytes, each to the callback of its transfer in
+        Of a Pong, pass the received bytes of each transfer to its callback in
         :attr:`receivers`. Return False for other replies, which answer a request.
         """
         if isinstance(reply, wire.Listening) and not self._listens.done():

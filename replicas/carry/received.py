@@ -50,7 +50,7 @@ class Received:
         self._data = memoryview(memory)[image.offset : image.offset + image.nbytes]
 
     def release_base(self) -> None:
-        """Release the base, after the pull has ended."""
+        """Release the base's memory; call it when no thread of the pull is left."""
         if self.base is not None:
             self.base.release()
             self.base = None
@@ -62,7 +62,8 @@ class Received:
         received; one with an invalid delta is queued again instead.
 
         :param line: the connection, on which the block was requested.
-        :raises OSError: the connection broke.
+        :raises OSError: the connection broke; the caller queues the block again.
+        :raises HungUp: a delta came, but the base was released.
         """
         start, end = self.blocks.range_of(number)
         at, digest, piece = start, xxhash.xxh3_128(), 0
@@ -94,7 +95,8 @@ class Received:
 
         Return b"" if the block's bytes follow instead.
 
-        :raises ConnectionError: it is too large, or no delta was requested.
+        :raises ConnectionError: the delta is too large, or none was requested.
+        :raises OSError: the connection broke.
         """
         nbytes = line.number()
         if self.base is None or nbytes > DELTA_NBYTES_MAX:
@@ -143,9 +145,10 @@ class Received:
             self.landed_nbytes += landed
 
     def reject_block(self, number: int) -> None:
-        """Mark block ``number`` as missing: its holder served wrong bytes.
+        """Mark block ``number`` as missing, queue it, and record that its holder served
+        wrong bytes. Its delta is forgotten, so it is requested as bytes.
 
-        It is requested again, as bytes. The caller holds the lock.
+        The caller holds the lock.
         """
         self.image.mark_missing(*self.blocks.range_of(number))
         self.deltas.drop(number)

@@ -116,8 +116,9 @@ class Server:
     def __init__(self, listener: socket.socket, started: Callable[[Callable[[], None]], object]) -> None:
         """Keep the listening socket; accept nothing before :meth:`accept` is called.
 
-        The caller calls it whenever a connection waits.
+        The caller calls :meth:`accept` whenever a connection waits at the socket.
 
+        :param listener: set to non-blocking by the caller.
         :param started: starts a thread that runs the given function.
         """
         self._listener = listener
@@ -149,9 +150,10 @@ class Server:
     ) -> None:
         """Serve ``image`` to pullers that know ``secret``, until :meth:`withdraw`.
 
-        :param transfer: the transfer's number, by which pullers name it.
+        :param transfer: the transfer's number, by which pullers name it; an earlier
+            offer of that number is replaced.
         :param deltas: of its blocks, to send in place of bytes.
-        :param encrypt: over TLS only; else without TLS only.
+        :param encrypt: True: serve it over TLS only; False: without TLS only.
         """
         with self._lock:
             self._offered[transfer] = _Offered(image, secret, deltas or Deltas(image.nbytes), encrypt)
@@ -164,7 +166,8 @@ class Server:
     def withdraw(self, transfer: int, why: str) -> int:
         """Stop serving a transfer; return the bytes sent to all pullers.
 
-        Shuts its connections down, and waits until no thread reads the slot.
+        Shuts its connections down, and blocks until no thread reads the slot. Returns 0
+        for a transfer that is not served.
 
         :param why: the reason, for threads that wait for its bytes.
         """
@@ -181,7 +184,9 @@ class Server:
     def accept(self) -> bool:
         """Accept one waiting connection, if there is room, and start its thread.
 
-        Returns False if this process has no descriptor or memory left for it.
+        Returns False if this process has no descriptor or memory left for it: the
+        caller should pause. Returns True in all other cases, also if none was accepted.
+        Waits 10 ms at most.
         """
         with self._lock:
             if not self._lock.wait_for(lambda: self._at_door < 2 * UNPROVEN, ROOM_S):
@@ -230,8 +235,8 @@ class Server:
         tls.hang_up(guest.sock)
 
     def _serve(self, guest: _UnprovenConnection) -> None:
-        """A connection's thread: do the handshakes, answer requests, close the
-        socket."""
+        """A connection's thread: do the handshakes, answer requests until the
+        connection or transfer ends, close the socket. Raises no error of it."""
         found: _Offered | None = None
         try:
             try:
@@ -292,9 +297,9 @@ class Server:
     def _secret_of(self, transfer: int, guest: _UnprovenConnection, deadline: float, *, sealed: bool) -> bytes | None:
         """Return a transfer's secret, or None if it is not served.
 
-        Waits for a coming offer, until a bit before ``deadline`` (monotonic clock).
+        Blocks for a coming offer, until a bit before ``deadline`` (monotonic clock).
 
-        :param guest: the connection; it is noted that it has named a served transfer.
+        :param guest: the connection, whose ``named`` is set if the transfer is served.
         :param sealed: the connection uses TLS. Return None if the transfer is served
             only the other way (without TLS, or over TLS).
         """
@@ -313,7 +318,8 @@ class Server:
     def _answer(self, sock: socket.socket, offered: _Offered) -> None:
         """Answer the puller's requests until OSError or Withdrawn ends the connection.
 
-        Sends ranges of bytes, deltas of blocks, or the digests of all blocks.
+        Sends ranges of bytes, deltas of blocks, or the digests of all blocks. A wrong
+        request raises ConnectionError, an OSError.
         """
         sock.settimeout(None)  # the kernel notices a dead puller
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -378,11 +384,11 @@ class Server:
 
     @staticmethod
     def _send_digests(sock: socket.socket, image: Image) -> None:
-        """Send the digests of all blocks of the image, computed now.
+        """Send the digests of all blocks of the image, computed now from the slot.
 
-        Block until they are there.
+        Block until all bytes are there; send signs of life meanwhile.
 
-        Pullers rarely ask for them.
+        :raises Withdrawn: the transfer has ended.
         """
         digests = []
         for start in range(0, image.nbytes, BLOCK_NBYTES):
@@ -396,8 +402,8 @@ class Server:
     def _send(sock: socket.socket, image: Image, start: int, nbytes: int) -> None:
         """Send a head, and then ``nbytes`` bytes of the image from ``start`` on.
 
-        These must be there. They go straight out of the file, or of its mapping over
-        TLS.
+        These bytes must be there. They go straight out of the file, or over TLS out of
+        its mapping.
         """
         if isinstance(sock, ssl.SSLSocket):
             if image.data is None:
@@ -415,7 +421,10 @@ class Server:
 
 
 def _wait_for(sock: socket.socket, image: Image, at: int) -> None:
-    """Block until byte ``at`` of the image is there; meanwhile send signs of life."""
+    """Block until byte ``at`` of the image is there; meanwhile send signs of life.
+
+    :raises Withdrawn: the transfer has ended.
+    """
     while not image.wait_for_bytes(at, at + 1, SIGN_S):
         sock.sendall(HEAD.pack(0))
 

@@ -41,7 +41,9 @@ def client_context() -> ssl.SSLContext:
 
 
 def wrap(sock: socket.socket, context: ssl.SSLContext, *, server_side: bool = False) -> ssl.SSLSocket:
-    """Return ``sock`` wrapped for TLS, and take it over; send nothing yet.
+    """Return ``sock`` wrapped for TLS; send nothing yet.
+
+    ``sock`` itself is detached: it has no descriptor any more.
 
     :param server_side: ``sock`` is of the server, whose certificate is in ``context``.
     """
@@ -51,7 +53,7 @@ def wrap(sock: socket.socket, context: ssl.SSLContext, *, server_side: bool = Fa
 def do_handshake(sock: ssl.SSLSocket, certificate_hash: str) -> None:
     """Do the puller's TLS handshake and compare the server's certificate.
 
-    Blocks for at most the socket's timeout. Send nothing before it.
+    Blocks for at most the socket's timeout. The caller must send nothing before it.
 
     :param certificate_hash: expected SHA-256, in hexadecimal.
     :raises NotTheHolder: the peer has another certificate, or no TLS 1.3.
@@ -74,7 +76,7 @@ def do_handshake(sock: ssl.SSLSocket, certificate_hash: str) -> None:
 def hang_up(sock: socket.socket) -> None:
     """Shut the connection down, from any thread: every wait in it ends.
 
-    The descriptor stays open.
+    The descriptor stays open. No error is raised if the socket is not connected.
     """
     with contextlib.suppress(OSError):  # not connected, or closed
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -45,15 +45,15 @@ CLOSE_TIMEOUT_S = 12.0
 
 @arguments.refuse_unknown_keywords
 class Channel(Collectives):
-    """This process's membership of a channel, made by :func:`replicas.join`.
+    """This process's membership of a channel, whose ranks share weights or tensors.
 
-    End it with :meth:`close` or a ``with`` block. All methods may be called from any
-    thread, but only one thread at a time may publish. Attributes never block. Orders to
-    serve and to keep versions, and their labels: ``versions``.
+    Made by :func:`replicas.join`; end it with :meth:`close` or a ``with`` block.
+    Methods may be called from any thread, but only one thread may publish at a time.
+    Attributes never block. Orders to serve and to keep versions: ``versions``.
     """
 
     def __init__(self, hub: Hub, session: Session) -> None:
-        """Make the parts that share ``hub``, and give it the session; send nothing."""
+        """Make the channel's parts, and start ``hub`` with them; send nothing yet."""
         self._hub = hub
         self._pid = os.getpid()
         self._closed = self._leaving = False
@@ -86,7 +86,7 @@ class Channel(Collectives):
 
     @property
     def version(self) -> int:
-        """The version last loaded by this rank (on a source: last committed), or 0."""
+        """The version that this rank serves (a source: committed last); 0 if none."""
         return self._hub.loaded
 
     @property
@@ -239,9 +239,8 @@ class Channel(Collectives):
     def reserve(self, weights: object, *, dtype: torch.dtype | None = None, slots: int | None = None) -> None:
         """Allocate the memory for versions ahead of the first publish.
 
-        Does not block: a thread allocates as much of the memory as fits. Without this
-        call a first publish takes ten times longer. A publish that comes meanwhile
-        waits for the slot under way. Later publishes, and targets, need no call.
+        Does not block: a thread allocates as much as fits. Without this call a first
+        publish takes ten times longer; one that comes meanwhile waits for its slot.
 
         :param weights: names, shapes and dtypes, as for :meth:`arena_like`.
         :param dtype: dtype of plain floating tensors; default: as they are.
@@ -255,8 +254,8 @@ class Channel(Collectives):
         reserve(self._hub, weights, dtype, self._publisher.mode, number)
 
     def _check_can_fill(self, what: str, dtype: object) -> None:
-        """Raise UsageError unless this is an open channel's source, and ``dtype`` None
-        or a torch.dtype. ``what``: name of the calling method, for the error."""
+        """Raise UsageError unless this is a source and ``dtype`` None or a torch.dtype.
+        Raise the error of a channel that has ended. ``what``: the calling method."""
         self._check_role(what)
         self._check_open()
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -305,7 +304,8 @@ class Channel(Collectives):
     def committed(self, *, after: int | None = None, deadline: float | None = None) -> Pending[int]:
         """Return a Pending that ends at a commit newer than ``after``, with its number.
 
-        It raises DeadlineExceeded, or Disconnected after 60 s without a session.
+        It ends immediately, with the newest, if there is one. It raises
+        DeadlineExceeded, or Disconnected after 60 s without a session.
 
         :param after: a version number; default: the latest now.
         :param deadline: seconds; None (the default): no limit.
@@ -321,7 +321,6 @@ class Channel(Collectives):
         SyncError (a target refused it), DeadlineExceeded, or Disconnected after 60 s
         without a session.
 
-        :param version: a version number.
         :param deadline: seconds; None (the default): no limit.
         """
         self._check_open()
@@ -331,7 +330,7 @@ class Channel(Collectives):
     def progress(self, step: int) -> None:
         """Report the training step with the next heartbeat, to detect lack of progress.
 
-        :param step: a whole number, 0 or more.
+        :param step: a whole number, 0 or more; it replaces one not sent yet.
         """
         self._check_open()
         self._hub.progress(arguments.integer("progress: step", step, least=0))
@@ -341,11 +340,11 @@ class Channel(Collectives):
 
         Closing again does nothing. The call blocks.
 
-        :param wait: first wait until publishes and operations have ended, by their own
-            deadlines; default True.
+        :param wait: first wait for publishes and operations, until their deadlines.
         :raises replicas.errors.UsageError: a coordinator runs on this thread's event
             loop: call it in a worker thread. The channel stays open.
-        :raises replicas.errors.ReplicasError: a failure that no caller waited for yet.
+        :raises replicas.errors.ReplicasError: with ``wait``, after closing: a failed
+            publish or collective for which no caller has waited.
         """
         if self._pid != os.getpid():
             return  # a forked child has nothing to close
@@ -383,6 +382,7 @@ class Channel(Collectives):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Close the channel; wait for open work only without an exception."""
         self.close(wait=error is None)
 
     def _start_to_leave(self) -> None:

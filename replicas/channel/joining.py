@@ -158,9 +158,10 @@ def _prove_device(hub: Hub, until: float) -> None:
         return
 
     async def prove() -> None:
-        """Have a forked sidecar open memory of this rank's GPU.
+        """Session thread: test if a forked sidecar can open memory of this rank's GPU.
 
-        Raise an error on failure.
+        :raises replicas.errors.Preflight: it cannot.
+        :raises TimeoutError: the test takes longer than the time that is left to join.
         """
         left_s = max(MIN_PROOF_S, until - time.monotonic())
         async with asyncio.timeout(left_s):
@@ -210,7 +211,10 @@ def _first(what: str, *values: int | None) -> int:
 
 
 def _nccl_version() -> str:
-    """Return NCCL's version, such as ``2.28.9``, or ""; does not initialise CUDA."""
+    """Return NCCL's version, such as ``2.28.9``, or ""; does not initialise CUDA.
+
+    It is "" for a torch without NCCL.
+    """
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return ""
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -14,8 +14,10 @@ from replicas.config.values import checked, labels, name
 
 
 def _labels(words: list[str]) -> dict[str, str]:
-    """Return the labels of ``NAME=VALUE`` texts as a dict; raise UsageError for another
-    text, or for a label that is not valid."""
+    """Return the labels in ``NAME=VALUE`` texts, by name.
+
+    :raises UsageError: a text is not of this form, or a name or value is not valid.
+    """
     if odd := next((word for word in words if "=" not in word), None):
         raise errors.UsageError(f"--label {odd}: a label is NAME=VALUE")
     read: dict[str, str] = checked("--label", labels, dict(word.split("=", 1) for word in words))

@@ -41,13 +41,14 @@ _NEGATIVE = re.compile(r"-\d+")
 
 
 def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Complete a target in a shell: return (name, help text) of the groups and replicas
-    that begin with ``incomplete``.
+    """Return the groups and replicas that begin with ``incomplete``, for a shell.
 
-    Asks the run, 2 s at most, or else reads its config. Returns an empty list on an
+    A shell asks for them to complete a target; each comes with a help text. Asks the
+    run, 2 s at most, or if that does not answer reads its config; an empty list on an
     error.
 
     :param context: the arguments so far, which name the run.
+    :returns: (name, help text) each.
     """
     try:
         given = context.params.get
@@ -65,13 +66,13 @@ def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str,
 
 
 def _complete_group(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Complete a group in a shell: return (name, help text) of the groups that begin
-    with ``incomplete``.
+    """Return the groups that begin with ``incomplete``, for a shell to complete one.
 
-    Asks the run, 2 s at most, or else reads its config. Returns an empty list on an
-    error.
+    Asks the run, 2 s at most, or if that does not answer reads its config; an empty
+    list on an error.
 
     :param context: the arguments so far, which name the run.
+    :returns: (name, help text) each.
     """
     return [(name, what) for name, what in _complete_target(context, incomplete) if "/" not in name]
 
@@ -131,8 +132,7 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        """Return ``body`` wrapped, with a signature from which typer makes the
-        options."""
+        """Return ``body`` wrapped: typer makes its options from the new signature."""
         given = inspect.signature(body, eval_str=True)
         options: dict[str, Any] = {}
         parameters = []
@@ -147,8 +147,11 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
 
         @functools.wraps(body)
         def run(**values: Any) -> None:
-            """Run the command with the values that typer has parsed; exit with the code
-            of an error."""
+            """Run the command with the values that typer has parsed.
+
+            :raises typer.Exit: with the exit code of an error, which is printed on
+                stderr.
+            """
             try:
                 if optional:
                     _config_first(values, optional[0])
@@ -174,8 +177,10 @@ def command(*, failed: int = UNAVAILABLE) -> Callable[[Callable[..., None]], Cal
 
 
 def slashed(target: str | None) -> str | None:
-    """Return a target ``group/index.rank``, as older releases wrote it, as
-    ``group/index/rank``; any other unchanged."""
+    """Return a target in the form ``group/index/rank``.
+
+    ``group/index.rank``, as older releases wrote it, is changed; any other is not.
+    """
     return target if target is None else _OLD_RANK.sub(r"\1/\2", target)
 
 
@@ -233,8 +238,9 @@ class Screen(Console):
     """
 
     def __init__(self, *, to_stderr: bool = False, soft_wrap: bool = False) -> None:
-        """Draw on stderr or stdout; without a terminal use 400 columns, so that no row
-        is cut.
+        """Draw on stdout, or on stderr; without a terminal use 400 columns.
+
+        So no row of a table is cut in a file or pipe.
 
         :param soft_wrap: leave long lines to the terminal.
         """
@@ -255,15 +261,13 @@ class Command(TyperCommand):
     """A command that takes a negative number as an argument, not as an option."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # click's own class
-        """Parse the arguments; take negative numbers as arguments, not as unknown
-        options."""
+        """Parse the arguments; a negative number is one, not an unknown option."""
         ctx.ignore_unknown_options = any(_NEGATIVE.fullmatch(arg) for arg in args)
         return super().parse_args(ctx, args)
 
 
 def complain(text: str) -> None:
-    """Print ``replicas: text`` to stderr, further lines indented; the command goes
-    on."""
+    """Print ``replicas: text`` to stderr, further lines indented; end nothing."""
     print(f"replicas: {hanging(text)}", file=sys.stderr)
 
 
@@ -274,8 +278,10 @@ def json_text(value: object) -> str:
 
 @contextmanager
 def patience(doing: str) -> Iterator[Callable[[str], None]]:
-    """Context manager: on a terminal, show a progress line on stderr, else nothing. The
-    yielded function changes its text.
+    """Context manager: show a progress line on stderr, if that is a terminal.
+
+    Yields a function that changes its text, and does nothing without a terminal. The
+    line is removed at the end of the block.
 
     :param doing: the line's text, such as "waiting", before " ...".
     """

@@ -24,8 +24,9 @@ from replicas.trust.tokens import OPERATOR_FILE
 
 
 def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
-    """Run all checks, and yield their findings: first those on the run, then those on
-    the machine. Blocks, with GPUs for seconds; changes nothing.
+    """Run all checks, and yield their findings: on the run, then on the machine.
+
+    Blocks, with GPUs for seconds; changes nothing.
 
     :param config: of the run, if known. :param state_dir: of the run, if it has one.
     """
@@ -50,15 +51,19 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
 
 
 def supervisor_of(state_dir: Path) -> int | None:
-    """Return the pid of the living supervisor that holds the lock of this state folder,
-    or None. The supervisor may be starting, and not answer yet."""
+    """Return the pid of the living supervisor that has this state folder, or None.
+
+    It holds the lock of the folder. It may be starting, and not answer yet.
+    """
     pid = starting(state_dir)
     return pid if pid and pid in lock_holders(state_dir / "lock") else None
 
 
 def _run_finding(state_dir: Path, supervisor: int | None, living: int) -> Finding:
-    """Return the finding on the run: supervised, to be taken over, killed, or not
-    running.
+    """Return the finding that says whether the run has a supervisor.
+
+    If it has none: whether its replicas live and can be taken over, its supervisor was
+    killed, or it is not running.
 
     :param supervisor: pid of its living supervisor, or None.
     :param living: the number of the run's processes that live. Without a supervisor
@@ -90,8 +95,9 @@ def _plan(config: Config, machine: Machine) -> Iterator[Finding]:
 
 
 def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
-    """Yield a finding for each port that the config names: it is free, held by the run
-    itself or, which is a problem, by other processes. Bind no socket.
+    """Yield findings on the ports that the config names; bind no socket.
+
+    A port is free, held by the run itself or, which is a problem, by other processes.
 
     :param ours: pids of the run's own processes.
     """
@@ -116,8 +122,9 @@ def _ports(config: Config, ours: Collection[int]) -> Iterator[Finding]:
 
 
 def _carriers(first: int, listening: Collection[Listener]) -> Finding:
-    """Return the finding that says which ports of carriers on this machine are held by
-    other programs. Carriers serve versions to other hosts, one process for each rank.
+    """Return the finding that says which ports for carriers other programs hold.
+
+    Carriers serve versions to other hosts, one process for each rank on this machine.
 
     :param first: the first port of their range; 0: carriers use any free ports.
     :param listening: the listening sockets of this machine.

@@ -47,8 +47,7 @@ class NotTrusted(UsageError):
 
     @classmethod
     def of(cls, state_dir: Path, error: private.NotPrivate) -> NotTrusted:
-        """Return (do not raise) the error for this folder, with the reason from
-        ``error``."""
+        """Return (do not raise) the error for this folder; ``error`` has the reason."""
         what = error.strerror if error.filename == str(state_dir) else f"{error.strerror}: {error.filename}"
         return cls(f"the state folder {state_dir} cannot be trusted: {what}")
 
@@ -83,8 +82,7 @@ class EndpointFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_endpoint(state_dir: Path) -> EndpointFile:
-    """Read the file in which the supervisor of this state folder has written its
-    addresses, and return them.
+    """Return the addresses that the supervisor has written into this state folder.
 
     :raises Disconnected: there is no file, or it is damaged; the text says how the run
         ended.
@@ -109,9 +107,10 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
 
 
 def _describe_detached(state_dir: Path, now: float) -> str:
-    """Return the state of a run whose supervisor was detached (ended alone, so that the
-    next one takes over its replicas), as a clause such as "has no supervisor since
-    10:20:30: ...". Return an empty text if the supervisor was not detached.
+    """Return a clause on a run whose supervisor was detached, or "" if it was not.
+
+    Detached: it ended alone, so that the next one takes over its replicas. The clause
+    is such as "has no supervisor since 10:20:30: ...".
 
     :param now: the present time, in seconds since 1970: the replicas may have ended.
     """
@@ -128,8 +127,9 @@ def _describe_detached(state_dir: Path, now: float) -> str:
 
 
 def find_state_dir(folder: Path, *, running: bool = False) -> Path:
-    """Return the state folder of the only run below ``folder``. If there are several,
-    return that of the only run that is alive.
+    """Return the state folder of the only run below ``folder``.
+
+    If there are several, return that of the only run that is alive.
 
     :param running: True if the caller needs a run that is alive: then the error is
         Disconnected if there are several runs, and none is alive or was killed.
@@ -158,7 +158,10 @@ def _is_of_run(folder: Path) -> bool:
 
 
 def has_supervisor(state_dir: Path) -> bool:
-    """Return True if the run's endpoint file names a process that lives."""
+    """Return True if the run's endpoint file names a process that lives.
+
+    Return False if the file is missing or damaged, or not to be trusted.
+    """
     try:
         return start_time(read_endpoint(state_dir).pid) is not None
     except (Disconnected, NotTrusted):
@@ -166,8 +169,9 @@ def has_supervisor(state_dir: Path) -> bool:
 
 
 def starting(state_dir: Path) -> int:
-    """Return the pid of the living supervisor that holds this run's lock, or 0. It may
-    be starting, and not answer yet."""
+    """Return the pid of the living supervisor that holds this run's lock, or 0.
+
+    It may be starting, and not answer yet."""
     try:
         pid, start, *_ = private.read(state_dir / "lock").split() or (b"0", b"0")
         return int(pid) if start_time(int(pid)) == int(start) else 0
@@ -187,9 +191,10 @@ def how_it_ended(state_dir: Path) -> str:
 
 
 def state_dir_of(path: Path) -> Path | None:
-    """Return the absolute state folder that the config file ``path`` names, or None if
-    the file cannot be read as TOML or names no valid one. Other problems of it are
-    ignored."""
+    """Return the absolute state folder that the config file ``path`` names.
+
+    Return None if the file cannot be read as TOML or names no valid one. Other problems
+    of the file are ignored."""
     try:
         run = tomllib.loads(path.read_bytes().decode("utf-8-sig", "replace")).get("run")
     except (OSError, ValueError, RecursionError):  # not TOML, or excessive numbers or nesting
@@ -205,10 +210,10 @@ def state_dir_of(path: Path) -> Path | None:
 
 
 def _is_over(state_dir: Path | None, pid: int, error: Disconnected) -> bool:
-    """Decide after a failed status request whether the run is over. Return False if the
-    caller should ask again, as the supervisor may only be busy.
+    """Return whether the run is over, after a request for its status has failed.
 
-    A run is over, too, if another supervisor has taken its place.
+    Return False if the caller should ask again, as the supervisor may only be busy. A
+    run is over, too, if another supervisor has taken its place.
 
     :param state_dir: the run's. None stands for a remote run, which is over if its port
         refuses the connection.
@@ -258,7 +263,8 @@ class RunAddress:
     @cached_property
     def _folder(self) -> Path:
         """The absolute working folder, below which runs are looked for; read once.
-        Raises UsageError if it has been removed."""
+
+        :raises UsageError: it has been removed."""
         try:
             return config_text.state_home(config_text.absolute(Path()))
         except FileNotFoundError as error:
@@ -275,7 +281,10 @@ class RunAddress:
 
         It is named in the config, which may have problems as long as it is TOML, or
         found below the working directory.
-        """
+
+        :raises BadConfig: the config does not name it.
+        :raises Disconnected, UsageError: there is no run below the directory, or
+            several."""
         if self.path is None:
             return find_state_dir(self._folder)
         if (found := state_dir_of(self.path)) is not None:
@@ -288,14 +297,16 @@ class RunAddress:
 
     @property
     def state_dir(self) -> Path:
-        """The run's state folder, as :attr:`named_dir` finds it. Raises NotTrusted if
-        it belongs to another user."""
+        """The run's state folder, as :attr:`named_dir` finds it.
+
+        :raises NotTrusted: it belongs to another user."""
         return trusted(self.named_dir)
 
     def _supervisor(self) -> tuple[Path, EndpointFile]:
-        """Return the run's state folder, and its supervisor's addresses, read from
-        there. Raise Disconnected if the run is not running, BadConfig if its config has
-        problems, too."""
+        """Return the run's state folder, and its supervisor's addresses read there.
+
+        :raises Disconnected: the run is not running.
+        :raises BadConfig: it is not running, and its config has problems."""
         folder = find_state_dir(self._folder, running=True) if self.path is None else self.state_dir
         try:
             return folder, read_endpoint(folder)
@@ -305,13 +316,13 @@ class RunAddress:
             raise
 
     def client(self, *, timeout_s: float = 5.0) -> Client:
-        """Return a client of the supervisor, over the Unix socket if the run has one;
-        connect to nothing yet.
+        """Return a client of the supervisor, and connect to nothing yet.
+
+        It uses the run's Unix socket if there is one.
 
         :param timeout_s: seconds for which each request may be silent.
         :raises Disconnected: the run is not running.
-        :raises BadConfig: the run is not running, and its config cannot be used.
-        """
+        :raises BadConfig: the run is not running, and its config cannot be used."""
         ours = frozenset({os.geteuid(), 0})
         if self.endpoint is not None:
             token, owner = self._read_token()
@@ -336,30 +347,26 @@ class RunAddress:
         return answer
 
     def poll_status(self, interval_s: float) -> Iterator[RunStatus | None]:
-        """Return an iterator that asks for the run's state every ``interval_s``
-        seconds, blocking between, until the run is over; it yields None if there was no
-        answer.
+        """Return an iterator that asks for the run's state repeatedly until its end.
 
-        The run counts as over when its present supervisor has ended, even if another
-        one follows. This call reads which supervisor that is: so the caller may order
-        the run's end before it uses the iterator.
+        It blocks for ``interval_s`` seconds between requests, and yields None for one
+        that had no answer. The run counts as over when its present supervisor has
+        ended, even if another one follows. This call reads which supervisor that is: so
+        the caller may order the run's end before it uses the iterator.
 
         :raises Disconnected: it is not running. The iterator raises it if the
-            supervisor was killed, or has been silent for :data:`SILENT_S`.
-        """
+            supervisor was killed, or has been silent for :data:`SILENT_S`."""
         if self.endpoint is not None:
             return self._poll(interval_s, None, 0)
         folder, where = self._supervisor()
         return self._poll(interval_s, folder, where.pid)
 
     def _poll(self, interval_s: float, state_dir: Path | None, pid: int) -> Iterator[RunStatus | None]:
-        """Yield states, or None for no answer, every ``interval_s`` seconds until the
-        run is over.
+        """Yield states, or None for no answer, until the run is over; sleep between.
 
         :param state_dir: the run's; None for a remote run.
         :param pid: pid of the supervisor to ask, with whose end the run counts as over;
-            0 for a remote run.
-        """
+            0 for a remote run."""
         silent_since: float | None = None
         while True:
             found: RunStatus | None = None
@@ -377,26 +384,28 @@ class RunAddress:
 
     @property
     def starting(self) -> bool:
-        """True if a living process holds the run's lock on this machine, even if it
-        does not answer yet; False for a remote run."""
+        """True if a living process holds the run's lock on this machine.
+
+        It may not answer yet. False for a remote run."""
         try:
             return self.endpoint is None and bool(starting(self.state_dir))
         except ReplicasError:
             return False
 
     def how_it_ended(self) -> str:
-        """Return how the run ended, as text, from its events on disk; an empty text if
-        it did not, or this is not known."""
+        """Return how the run ended, as text, from its events on disk.
+
+        "" if it did not end, or that is not known."""
         with contextlib.suppress(ReplicasError):
             return "" if self.endpoint is not None else how_it_ended(self.state_dir)
         return ""
 
     def token(self) -> str:
-        """Return the token with which a program joins, from the run's own file or the
-        one given.
+        """Return the token with which a program joins the run.
 
-        :raises UsageError: it is not known here.
-        """
+        It is read from the run's own file or the one given.
+
+        :raises UsageError: it is not known here."""
         if not (found := self._read_token()[0]):
             raise UsageError(
                 "this order needs the run's token, which is not known here",
@@ -405,12 +414,12 @@ class RunAddress:
         return found
 
     def _read_token(self) -> tuple[str, int | None]:
-        """Return (token, owner). The token is empty if it is not known. The owner is
-        the uid that owns the file that the user named, or None for the run's own file.
+        """Return (token, owner); the token is empty if it is not known.
 
-        Links to a named file are followed. A token that was found is not read again, as
-        the run's own file is deleted at the run's end, for which the caller may wait.
-        """
+        The owner is the uid that owns the file that the user named, or None for the
+        run's own file. Links to a named file are followed. A token that was found is
+        not read again, as the run's own file is deleted at the run's end, for which the
+        caller may wait."""
         if self._token[0]:
             return self._token
         try:

@@ -69,8 +69,10 @@ def status(
 
 
 def _print_each(states: Iterator[RunStatus | None], *, as_json: bool) -> None:
-    """Print states one after another as they come, as lines of JSON or as tables; skip
-    None."""
+    """Print each state as it comes, as a line of JSON or as tables; skip None.
+
+    After the last one, unless with JSON, print that the run is over.
+    """
     console = Screen()
     for answer in states:
         if answer is not None and as_json:
@@ -120,8 +122,10 @@ def logs(
 
 
 def _has_other_nodes(place: RunAddress) -> bool:
-    """Return True if the run has a living supervisor and nodes on other machines, whose
-    logs only the supervisor can read."""
+    """Return True if the run has a living supervisor, and nodes on other machines.
+
+    Only the supervisor can read their logs.
+    """
     from replicas.supervisor.state.run_state import RunState  # slow to import: only this command needs it
 
     saved = RunState(place.state_dir / STATE_FILE).peek()
@@ -129,8 +133,10 @@ def _has_other_nodes(place: RunAddress) -> bool:
 
 
 def _from_port(place: RunAddress, selection: Selection, follow: bool) -> Iterator[tuple[LogLine, bool]]:
-    """Yield log lines that the control port sends, each with True if the lines are of
-    several ranks, so that their origin must be shown.
+    """Yield log lines that the run's supervisor sends over the control port.
+
+    Each comes with True if the lines are of several ranks, so that its origin must be
+    shown.
 
     :param selection: which lines. :param follow: continue until the run is over.
     """
@@ -146,8 +152,10 @@ def _from_port(place: RunAddress, selection: Selection, follow: bool) -> Iterato
 def _from_files(
     place: RunAddress, selection: Selection, follow: bool, previous: bool
 ) -> Iterator[tuple[LogLine, bool]]:
-    """Yield lines from the log files, each with True if they are of several ranks, so
-    that their origin must be shown.
+    """Yield log lines from the files in the run's state folder.
+
+    Each comes with True if the lines are of several ranks, so that its origin must be
+    shown.
 
     :param selection: which lines. :param follow: continue while the run has a
         supervisor.
@@ -171,11 +179,12 @@ def _from_files(
 
 
 def _print_lines(found: Iterator[tuple[LogLine, bool]], of: str, *, as_json: bool) -> None:
-    """Print lines as they come; complain on stderr if there are none. On a terminal,
-    keep colors but no other control sequences.
+    """Print log lines as they come; if there are none, say so on stderr.
+
+    On a terminal, keep colors but no other control sequences.
 
     :param found: each line, and whether to show its rank before it.
-    :param of: what the lines are of, for the complaint.
+    :param of: what the lines are of, for the message on stderr.
     """
     terminal, line = sys.stdout.isatty(), None
     for line, many in found:
@@ -234,8 +243,11 @@ def events(
     named = target is None
 
     def past() -> Iterator[Record]:
-        """Yield the selected events that are recorded already. Set ``position`` to the
-        number of the last event read, and ``named`` if an event was of the target."""
+        """Yield the selected events that are recorded already.
+
+        Set ``position`` to the number of the last event read, and ``named`` if an event
+        was of the target.
+        """
         nonlocal position, named
         for record in _past(place, position):
             position, named = record.seq, named or words.concerns(record, target or "", itself=True)
@@ -260,8 +272,10 @@ def _print_event(console: Screen, record: Record, *, as_json: bool) -> None:
 
 
 def _began(place: RunAddress) -> int:
-    """Return the number of the last event before the newest start of the run (not a
-    start of a supervisor that took the run over), or 0."""
+    """Return the number of the last event before the run's newest start, or 0.
+
+    A supervisor that took the run over from an earlier one has not started it.
+    """
     starts = (
         record.seq for record in _past(place, 0) if isinstance(record.event, RunStarted) and not record.event.resumed
     )
@@ -269,9 +283,13 @@ def _began(place: RunAddress) -> int:
 
 
 def _past(place: RunAddress, after: int) -> Iterator[Record]:
-    """Return recorded events numbered above ``after``, from the file in the state
-    folder, or from the control port of a remote run. Raise Disconnected if there are
-    none yet."""
+    """Return the recorded events that are numbered above ``after``.
+
+    They are read from the file in the state folder, or from the control port of a
+    remote run.
+
+    :raises Disconnected: there is no such file yet, or no answer.
+    """
     if place.endpoint is not None:
         return place.client().events(after, follow=False)
     path = place.state_dir / EVENTS_FILE
@@ -283,8 +301,12 @@ def _past(place: RunAddress, after: int) -> Iterator[Record]:
 
 
 def _follow_events(place: RunAddress, after: int) -> Iterator[Record]:
-    """Yield events numbered above ``after`` as the control port sends them, until the
-    run ends; raise Disconnected if the connection ends before."""
+    """Yield events numbered above ``after`` as they come, until the run ends.
+
+    The control port sends them.
+
+    :raises Disconnected: the connection ended before the run.
+    """
     ended = False
     try:
         for record in place.client().events(after):
@@ -347,8 +369,10 @@ def doctor(
 
 
 def _here(place: RunAddress) -> Iterator[Finding]:
-    """Yield findings on this machine, and if the run is alive also on its other nodes,
-    whose agents are asked."""
+    """Yield findings on this machine, and if the run is alive on its other nodes.
+
+    The agents of those nodes check them; that they cannot be asked is a finding, too.
+    """
     from replicas.cli.doctor import examine, supervisor_of  # imports the supervisor's inspection of the machine
     from replicas.supervisor.agent.checks import Finding
 
@@ -370,8 +394,10 @@ def _here(place: RunAddress) -> Iterator[Finding]:
 
 
 def _on_nodes(place: RunAddress, node: str | None) -> list[Finding]:
-    """Have the agent of this node, or of all nodes (None), check its machine; wait, and
-    return the findings."""
+    """Have the agent of a node check its machine; wait, and return the findings.
+
+    :param node: name of the node; None: all nodes of the run.
+    """
     from replicas.supervisor.agent.checks import Finding
 
     client = place.client()

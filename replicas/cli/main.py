@@ -62,8 +62,10 @@ _SERVICES_HELP = "Print the folder of alert rules, Grafana board and unit files,
 
 
 def _print_services(wanted: bool) -> None:
-    """Option ``--services``: print the path of the folder of alert rules, Grafana board
-    and unit files, and exit the process, if wanted."""
+    """Option ``--services``: if wanted, print a folder's path and exit the process.
+
+    The folder has alert rules, a Grafana board and unit files.
+    """
     if wanted:
         package = Path(replicas.__file__).parent
         found = package / "services"  # of a wheel; a clone has it beside the package
@@ -80,8 +82,10 @@ def _options(
         bool, typer.Option("--services", help=_SERVICES_HELP, callback=_print_services, is_eager=True)
     ] = False,
 ) -> None:
-    """Do nothing: this declares to typer the options before the command, such as
-    ``--version``, whose own callbacks act."""
+    """Declare to typer the options before the command, such as ``--version``.
+
+    Does nothing: the options' own callbacks act.
+    """
 
 
 @command()
@@ -127,8 +131,10 @@ def check(*, config: ConfigPath, as_json: Json = False) -> None:
 
 
 def _foreign_addresses(config: Config) -> Iterator[str]:
-    """Yield a text for each configured address on which this machine cannot listen;
-    bind a socket to each to find out, and close it."""
+    """Yield a text for each configured address on which this machine cannot listen.
+
+    Binds a socket to each to find out, and closes it.
+    """
     for key, host in (("control.listen", config.control.host), ("store.bind", config.store.bind)):
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -139,8 +145,10 @@ def _foreign_addresses(config: Config) -> Iterator[str]:
 
 
 def _nodes(path: Path, config: Config) -> tuple[NodeStatus, ...] | None:
-    """Ask the config's run for its nodes, and return them. Return None if the run is
-    absent, does not answer within 0.9 s, or is still starting.
+    """Ask the config's run for its nodes, and return them.
+
+    Return None if the run is absent, does not answer within 0.9 s, or is still
+    starting.
 
     :param path: of the config file.
     """
@@ -178,8 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    """Run a command and return its exit code; print any exception that is not an exit
-    as a bug.
+    """Run a command and return its exit code.
+
+    An exception that is not an exit is printed as a bug.
 
     :param arguments: without the program's name; None: those of this process.
     """
@@ -197,10 +206,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _flush_stdout(more: str = "") -> bool:
-    """Flush stdout, and return True. If stdout cannot be written, print a message on
-    stderr, discard all further output, and return False.
+    """Flush stdout; return True, or False if it cannot be written.
 
-    No message is printed if the reader has closed the pipe (``head``).
+    In that case print a message on stderr, unless the reader has closed the pipe
+    (``head``), and discard all further output.
 
     :param more: text to write first, so that a closed stdout is noticed even if nothing
         else is to be written.

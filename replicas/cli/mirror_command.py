@@ -91,10 +91,12 @@ def _write(kept: Mirror, update: replicas.Update, run: str, term: int) -> None:
 
 
 def _member(place: RunAddress, channel: str, group: str) -> replicas.Channel:
-    """Join the channel, and return it: as the replica that the environment names, or
-    else as a new target of the run ``place``, in an external group.
+    """Join the channel, and return it; the caller closes it.
 
-    :param group: its group; empty: the environment's, or an external one that fits.
+    Joins as the replica that the environment names, or without one (or with ``group``)
+    as a new target of the run ``place``, in an external group.
+
+    :param group: the external group; empty: one that fits.
     """
     if group or environ.read().group is None:
         return membership(place, channel, "targets", group, _JOIN_S)
@@ -103,11 +105,11 @@ def _member(place: RunAddress, channel: str, group: str) -> replicas.Channel:
 
 @contextlib.contextmanager
 def _until_told() -> Iterator[list[int]]:
-    """Context manager: raise typer's Exit in the block at SIGTERM, which ends the
-    command; restore the old handler on leaving.
+    """Context manager: raise typer's Exit in the block at SIGTERM.
 
-    Yields a list to which each signal is added. The caller must look at the list, too,
-    as code in the block may swallow the exception (``shutil.rmtree`` does).
+    That ends the command. The old handler is restored on leaving. Yields a list to
+    which each signal is added. The caller must look at the list, too, as code in the
+    block may swallow the exception (``shutil.rmtree`` does).
     """
     told: list[int] = []
 

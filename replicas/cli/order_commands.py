@@ -180,8 +180,9 @@ def stacks(*, target: OptionalRanks = None, place: ThisRun, as_json: Json = Fals
 
 
 def send(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> Answer:
-    """Send an order to the run's supervisor, and return the answer; on a terminal show
-    progress.
+    """Send an order to the run's supervisor, wait, and return the answer.
+
+    On a terminal a progress line is shown meanwhile.
 
     :param doing: text of the progress line, such as "scaling rollout".
     :param wait: return when the order is done, not as soon as it has begun.
@@ -194,7 +195,6 @@ def _until_gone(states: Iterator[RunStatus | None]) -> None:
     """Wait until the run is over, or has another supervisor; show progress.
 
     :param states: of :meth:`RunAddress.poll_status`.
-
     :raises replicas.errors.Disconnected: its supervisor was killed, or is silent.
     """
     pid = None
@@ -211,8 +211,10 @@ def _until_gone(states: Iterator[RunStatus | None]) -> None:
 
 
 def print_answer(answer: Answer, words: str, *, as_json: bool) -> None:
-    """Print the answer as JSON, or ``words`` if the order is done, else that it has
-    begun."""
+    """Print the answer to an order, as JSON or as words.
+
+    :param words: printed if the order is done; otherwise that it has begun.
+    """
     if as_json:
         print(json_text({"done": answer.done, "result": answer.result}))
     elif answer.done:
@@ -253,6 +255,7 @@ def wait(
 def _until_ready(place: RunAddress, target: str | None, until: float, words: str) -> tuple[ReplicaStatus, ...]:
     """Wait until the target is ready, showing progress; return its replicas.
 
+    :param target: a group or replica; None for all groups.
     :param until: when to give up, by ``time.monotonic()``.
     :param words: the timeout as the user wrote it, for the error.
     :raises DeadlineExceeded: it was not ready in time.
@@ -273,8 +276,7 @@ def _until_ready(place: RunAddress, target: str | None, until: float, words: str
 
 
 def _wait_for_run(place: RunAddress, until: float, show_doing: Callable[[str], None]) -> Iterator[RunStatus | None]:
-    """Block until the run answers, polling five times a second; return an iterator of
-    its states.
+    """Block until the run answers; return an iterator that polls its states.
 
     So a script may start the run in the background, and wait for it immediately. That
     an earlier run of the same config has ended is no error while a new one starts.
@@ -301,9 +303,11 @@ def _wait_for_run(place: RunAddress, until: float, show_doing: Callable[[str], N
 
 
 def _any_begins() -> bool:
-    """Return True if a process of this machine is a command that starts a run, and
-    began within the last 30 s: it may still import its modules, so that no state folder
-    shows it."""
+    """Return True if a command that starts a run has begun within the last 30 s.
+
+    It is looked for among this machine's processes: it may still import its modules, so
+    that no state folder shows it.
+    """
     since = (start_time(os.getpid()) or 0) - _COMING_S * os.sysconf("SC_CLK_TCK")
     return any(_STARTS.search(command_line(pid)) and (start_time(pid) or 0) > since for pid in processes())
 
@@ -328,9 +332,10 @@ def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
 
 
 def unready(status: RunStatus, target: str | None) -> list[ReplicaStatus]:
-    """Return the replicas that are neither ready nor done, in each group of the target
-    that has fewer good replicas than it needs. Return an empty list if the target is
-    ready.
+    """Return the replicas for which the target must still wait; none if it is ready.
+
+    They are neither ready nor done, in each group of the target that has fewer good
+    replicas than it needs.
 
     :param target: a group or replica; None for all groups.
     :raises WorldError: so many replicas of a group have failed or were drained that the

@@ -97,9 +97,10 @@ def config_tables(config: Config) -> RenderableType:
 def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes: Sequence[NodeStatus]) -> list[str]:
     """Return a line for each node with replicas, and each replica that fits no node.
 
+    Return no lines if all fit, and all nodes are this machine.
+
     :param where: names of nodes, by each replica that fits.
-    :param waits: the lacking resource as text, by each replica that does not.
-    """
+    :param waits: the lacking resource as text, by each replica that does not."""
     if not waits and all(node.local for node in nodes):
         return []
     runs = {node.name: [one for one, places in where.items() if node.name in places] for node in nodes}
@@ -112,11 +113,11 @@ def outlook(where: Mapping[str, Sequence[str]], waits: Mapping[str, str], nodes:
 
 
 def fitted(columns: Sequence[Sequence[str]], room: int) -> list[int]:
-    """Return widths for columns of texts, each with its heading first, that together
-    have at most ``room`` characters.
+    """Return widths for columns of texts that together fit into ``room`` characters.
 
-    Each column gets its longest word, then its longest cell, then its heading, small
-    needs first. If even the words do not fit, the widest columns (paths) get less.
+    Each column begins with its heading. It gets its longest word, then its longest
+    cell, then its heading, small needs first. If even the words do not fit, the widest
+    columns (paths) get less.
     """
     widths = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
     while sum(widths) > max(room, len(widths)):
@@ -168,8 +169,7 @@ class _Table:
     """
 
     def __init__(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> None:
-        """Keep title, headings and rows of cells; widths are chosen when it is
-        drawn."""
+        """Keep title, headings and rows of cells; drawing chooses the widths."""
         self._title, self._columns = title, tuple(columns)
         # foreign text is not markup
         self._rows = [tuple(Text(cell) if isinstance(cell, str) else cell for cell in row) for row in rows]
@@ -210,8 +210,9 @@ _ENDS = {"run": "the run ends", "group": "its group ends", "replica": "it stays 
 
 
 def _failure_row(config: Config, group: GroupConfig, on_channels: frozenset[str]) -> tuple[str, ...]:
-    """Return a group's cells in the table Failures; ``on_channels``: groups with
-    channels."""
+    """Return a group's cells in the table Failures.
+
+    ``on_channels``: names of all groups that take part in channels."""
     ready = f"{needed_replicas(group.min_ready, group.replicas)} of {group.replicas}"
     if group.external:
         return group.name, "by others", "-", "-", ready
@@ -263,14 +264,12 @@ def _channel_row(channel: ChannelConfig) -> tuple[str, ...]:
 
 
 def _parties(parties: Iterable[ChannelRole]) -> str:
-    """Return groups of a channel with their ranks as text: ``trainer (leader), eval
-    (all)``."""
+    """Return a channel's groups as text: ``trainer (leader), eval (all)``."""
     return ", ".join(f"{party.group} ({party.ranks})" for party in parties)
 
 
 def _title(status: RunStatus) -> Text:
-    """Return the first line of ``replicas status``: run, readiness, address, pid,
-    age."""
+    """Return the first line of ``replicas status``: run, readiness, address, ..."""
     ready = ("ready", "bold green") if status.ready else ("not ready", "bold yellow")
     title = Text.assemble((status.run, "bold"), "  ", ready, f"  {status.endpoint}  pid {status.pid}")
     title.append(f"  up {duration_text(status.uptime_s)}")
@@ -280,8 +279,7 @@ def _title(status: RunStatus) -> Text:
 
 
 def _wrong(status: RunStatus, now: float) -> Iterator[Text]:
-    """Yield a styled sentence for each trouble of the run, and each wait with a known
-    end."""
+    """Yield a styled sentence for each trouble, and each wait with a known end."""
     for one in verdict(status, now).troubles:
         if one.level != "note" or one.until is not None:
             most = "up to " * one.about.startswith("group ")  # of several replicas, the first has it longest
@@ -349,8 +347,9 @@ def _top_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
 
 
 def _top_channel_row(channel: ChannelStatus, replicas: Iterable[ReplicaStatus], now: float) -> tuple[str, ...]:
-    """Return a channel's cells in ``replicas top``; its lags are read from
-    ``replicas``, all replicas of the run."""
+    """Return a channel's cells in ``replicas top``.
+
+    ``replicas``: all of the run, of which it reads how far they are behind."""
     lags = sorted(((one.lag_s.get(channel.name, 0.0), one.name) for one in replicas), reverse=True)
     behind = list_text([name for lag_s, name in lags if lag_s], 1)
     last, step = channel.last_sync, "" if channel.step is None else f" (step {channel.step:g})"

@@ -50,8 +50,11 @@ def report(
     from replicas.page.report import report as page_of
 
     def told() -> Iterable[Record]:
-        """Return a new iterable of all events, of the demo or from disk. It reads the
-        disk as it is iterated: the events of a long run may not fit into memory."""
+        """Return a new iterable of all events, of the demo or from disk.
+
+        It reads the disk as it is iterated: the events of a long run may not fit into
+        memory.
+        """
         return recorded(time.time()) if demo else _events(run)
 
     if output is not None or trace is None:
@@ -87,8 +90,9 @@ def _events(run: Path | None) -> Iterable[Record]:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace the file by one with this text, atomically and readable by its owner
-    only; follow a link.
+    """Replace the file atomically by one with this text; follow a link.
+
+    Only its owner can read it.
 
     :raises replicas.errors.WorldError: it cannot be written, or is a device or a pipe.
     """

@@ -79,9 +79,11 @@ def slurm(
 
 
 def queued(place: RunAddress) -> str | None:
-    """Ask Slurm's queue (``squeue``) for the run's job; return number, state and reason
-    as text. Return None if this user has no job with the run's name, or Slurm does not
-    answer within 5 s."""
+    """Ask Slurm's queue (``squeue``) for the run's job; return its state as text.
+
+    The text has the job's number, state and reason. Return None if this user has no job
+    with the run's name, or Slurm does not answer within 5 s.
+    """
     if place.config is None or shutil.which("squeue") is None:
         return None
     command = ["squeue", "--me", "--noheader", "--name", place.config.run.name, "--format", "%i %T %r"]
@@ -94,8 +96,9 @@ def queued(place: RunAddress) -> str | None:
 
 
 def _order(config: Config, given: dict[str, Any]) -> SlurmConfig:
-    """Return the config's table ``slurm``, with the values of the command line in place
-    of its own.
+    """Return the config's table ``slurm`` with values of the command line in it.
+
+    Each replaces the config's own.
 
     :param given: the values by key, those that were given only.
     :raises UsageError: an option has an invalid value.
@@ -114,7 +117,8 @@ def _submitted(text: str) -> str:
 
     :param text: the script.
     :raises UsageError: there is no sbatch.
-    :raises WorldError: sbatch refused the script.
+    :raises WorldError: sbatch refused the script, or did not answer within 60 s: the
+        job may be queued then.
     """
     try:
         done = subprocess.run(

@@ -106,14 +106,19 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def invitation(self, config: Config) -> Path:
-        """Return the path of this start's file with the text ``token@host:port``, which
-        the supervisor writes and agents read to join; do not open it."""
+        """Return the path of the file by which agents of this start join.
+
+        The supervisor writes ``token@host:port`` into it, and agents read that. It is
+        not opened here.
+        """
         return config.run.state_dir / f"slurm-{self.start}.join"
 
 
 def host_names(text: str) -> tuple[str, ...]:
-    """Return the names in a list as Slurm writes it, such as ``n[01-03,7],head``; an
-    empty tuple for a list of another form."""
+    """Return the names in a list as Slurm writes it, such as ``n[01-03,7],head``.
+
+    Return an empty tuple for a list of another form.
+    """
     found: list[str] = []
     for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         before, bracket, rest = name.partition("[")
@@ -149,13 +154,16 @@ def run_part(config: Config, part: Literal["all", "supervisor", "agent"]) -> int
 
 
 def _supervise(config: Config, task: Task) -> int:
-    """Supervise the run to its end, and return the exit code. Meanwhile keep the file
-    with which agents join; remove it at the end."""
+    """Supervise the run to its end, and return the exit code.
+
+    Meanwhile keep the file with which agents join; remove it at the end.
+    """
     path, is_ours = task.invitation(config), False
 
     def write(supervisor: Supervisor) -> None:
-        """Write the supervisor's present token and address to ``path``, for agents, and
-        remove such files of earlier starts of the job.
+        """Write the supervisor's present token and address to ``path``, for agents.
+
+        Also remove such files of earlier starts of the job.
 
         :raises WorldError: writing failed.
         """
@@ -188,9 +196,12 @@ def _supervise(config: Config, task: Task) -> int:
 
 
 def _on_job(config: Config, task: Task) -> Config:
-    """Return a copy of the config for this job: it listens on an address that the other
-    nodes reach, and waits for their agents. Raise UsageError if there is no such
-    address."""
+    """Return a copy of the config for this job, changed in two places.
+
+    It listens on an address that the other nodes reach, and waits for their agents.
+
+    :raises UsageError: there is no such address.
+    """
     needed = is_loopback(config.control.host) or is_loopback(config.store.bind)
     return on_cluster(config, _own_address(task) if needed else "", task.nodes)
 
@@ -223,8 +234,10 @@ def _own_address(task: Task) -> str:
 
 
 def _address_of(name: str) -> str:
-    """Look a host name up (this may block); return its first address that is not
-    loopback, or an empty text."""
+    """Look a host name up; return its first address that is not loopback, or "".
+
+    This may block. "" also stands for an unknown name.
+    """
     with contextlib.suppress(OSError):
         for *_, place in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM) if name else ():
             if not is_loopback(str(place[0])):
@@ -233,8 +246,10 @@ def _address_of(name: str) -> str:
 
 
 def _slurms_address(node: str) -> str:
-    """Ask ``scontrol`` for the address (``NodeAddr``) of a node, 10 s at most; return
-    an empty text if there is no answer."""
+    """Ask ``scontrol`` for the address (``NodeAddr``) of a node, 10 s at most.
+
+    Return an empty text if there is no answer.
+    """
     try:
         told = subprocess.run(
             ["scontrol", "--oneliner", "show", "node", node], capture_output=True, timeout=_SCONTROL_S, check=False
@@ -246,8 +261,10 @@ def _slurms_address(node: str) -> str:
 
 
 def _end_of_route(there: str) -> str:
-    """Return this machine's own address on the route to the address ``there``, or an
-    empty text if there is no route, or it is loopback; send nothing."""
+    """Return this machine's own address on the route to the address ``there``.
+
+    Return an empty text if there is no route, or it is loopback. Sends nothing.
+    """
     family = socket.AF_INET6 if ":" in there else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((there, 9))  # sends nothing
@@ -287,12 +304,13 @@ def _own_agent(config: Config, task: Task) -> Iterator[None]:
 
 
 def _agent(config: Config, task: Task) -> int:
-    """Wait for the supervisor, run an agent of this node in a forked child, and wait
-    for its end; return the exit code of the task. Replace the signal handlers of this
-    process.
+    """Run an agent of this node until the run is over; return the task's exit code.
 
-    If the agent ended while the run continues, as with a new supervisor or after a
-    crash, start another.
+    Wait for the supervisor, 120 s at most, run the agent in a forked child, and wait
+    for its end. If the agent ended while the run continues, as with a new supervisor or
+    after a crash, start another. Replaces the signal handlers of this process.
+
+    :raises WorldError: the supervisor did not come in time.
     """
     from replicas.supervisor.agent.remote import Invitation, serve_node  # heavy: not for the supervisor's own process
 
@@ -302,8 +320,10 @@ def _agent(config: Config, task: Task) -> int:
     state_dir = config.run.state_dir / "nodes" / task.node
 
     def serve() -> int:
-        """In the forked child: remove the variables of a Slurm task, and run the agent
-        to its end; return the child's exit code."""
+        """Run the agent to its end, in the forked child; return the child's exit code.
+
+        First remove the variables of a Slurm task from its environment.
+        """
         for name in list(os.environ.keys() - without_step(os.environ).keys()):
             del os.environ[name]
         lost = serve_node(Invitation(text), name=task.node, labels=labels, state_dir=state_dir)
@@ -338,8 +358,10 @@ def _why_again(code: int, used: str, now: str) -> Reason | None:
 
 
 def _is_closed(invitation: str) -> bool:
-    """Connect to the address in ``token@host:port``; return True if it refuses
-    connections, False if it accepts, or does not answer within 5 s."""
+    """Return True if the address in ``token@host:port`` refuses connections.
+
+    Tries to connect. False if it accepts, or does not answer within 5 s.
+    """
     try:
         socket.create_connection(split(invitation.rpartition("@")[2]), _PROBE_S).close()
     except ConnectionRefusedError:
@@ -350,9 +372,13 @@ def _is_closed(invitation: str) -> bool:
 
 
 def _forked(work: Callable[[], int], last: signal.Signals) -> int:
-    """Fork a child that runs ``work``, exits with its result, and gets the signal
-    ``last`` when this process ends; return the child's pid. Call it while this process
-    has no other thread."""
+    """Fork a child that runs ``work`` and exits with its result; return its pid.
+
+    Call it while this process has no other thread. An exception in the child is
+    printed, and its exit code says so.
+
+    :param last: the signal that the child gets when this process ends.
+    """
     parent = os.getpid()
     with naming_limits():
         pid = os.fork()
@@ -374,8 +400,10 @@ def _forked(work: Callable[[], int], last: signal.Signals) -> int:
 
 
 def _noted_signals() -> list[int]:
-    """Replace the handlers of SIGTERM, SIGINT and SIGUSR1, which Slurm sends: they only
-    add the signal's number to the list that is returned."""
+    """Replace the handlers of SIGTERM, SIGINT and SIGUSR1, which Slurm sends.
+
+    From then on they only add the signal's number to the list that is returned.
+    """
     came: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: came.append(number))
@@ -391,8 +419,9 @@ def _read(path: Path) -> str:
 
 
 def _wait_for(path: Path, came: list[int]) -> str:
-    """Block until the supervisor has written the file, 120 s at most; return its
-    ``token@host:port``, or an empty text if a signal has come first.
+    """Block until the supervisor has written the file, 120 s at most.
+
+    Return its ``token@host:port``, or an empty text if a signal has come first.
 
     :param came: list to which a handler adds the numbers of signals.
     :raises WorldError: it did not come in time.

@@ -74,8 +74,9 @@ exit "$code"
 
 
 def script(config: Config, order: SlurmConfig, command: Sequence[str]) -> str:
-    """Return the text of the batch script that runs ``config`` on Slurm; submit
-    nothing.
+    """Return the text of the batch script that runs ``config`` on Slurm.
+
+    It is not submitted.
 
     :param order: resources and limits to request from Slurm.
     :param command: runs the command ``replicas slurm CONFIG``, with absolute paths.
@@ -117,16 +118,20 @@ def _options(config: Config, order: SlurmConfig) -> Iterator[str]:
 
 
 def grace_s(config: Config, order: SlurmConfig) -> float:
-    """Return how many seconds before its end Slurm signals the job: the configured
-    time, or the longest drain of a group and 30 s."""
+    """Return how many seconds before its end Slurm signals the job.
+
+    It is the configured time, or by default the longest drain of a group and 30 s.
+    """
     if order.grace_s is not None:
         return order.grace_s
     return max(group.drain_timeout_s + group.stop_timeout_s for group in config.groups.values()) + _MARGIN_S
 
 
 def _refuse_too_short(config: Config, order: SlurmConfig) -> None:
-    """Raise UsageError if the requested time is so short that the job would be told of
-    its end, and drain, as it starts."""
+    """Raise UsageError if the requested time for the job is too short.
+
+    It is if the job would be told of its end, and drain, as it starts.
+    """
     grace = grace_s(config, order)
     if order.time_s is not None and order.time_s <= grace + _EARLIER_S:
         raise UsageError(

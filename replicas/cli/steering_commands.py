@@ -37,10 +37,9 @@ def seconds_of(option: str, text: str) -> float:
 
 
 def wait_until_served(place: RunAddress, channel: str, version: int, limit_s: float) -> int:
-    """Poll the run until all its ready targets serve a version, or a later one; return
-    the version that is served.
+    """Poll the run until all its ready targets serve a version, or a later one.
 
-    A supervisor that does not answer is asked again.
+    Return the version that is served. A supervisor that does not answer is asked again.
 
     :param limit_s: longest wait, in seconds.
     :raises SyncError: it was rejected, a newer candidate has taken its place, or it is
@@ -63,8 +62,10 @@ def wait_until_served(place: RunAddress, channel: str, version: int, limit_s: fl
 
 
 def is_candidate(place: RunAddress, channel: str, version: int) -> bool:
-    """Ask the run; return True if the version is a candidate: committed, but not served
-    before it is promoted."""
+    """Ask the run; return True if the version is a candidate.
+
+    That is a version which is committed, but not served before it is promoted.
+    """
     return _channel(place.status(), channel).current < version
 
 
@@ -74,8 +75,9 @@ def _channel(status: RunStatus, name: str) -> ChannelStatus:
 
 
 def is_served(status: RunStatus, name: str, version: int) -> bool:
-    """Return True if all ready targets of a channel serve the version or a later one,
-    False if not yet, or if no target is ready.
+    """Return True if all ready targets of a channel serve the version or a later one.
+
+    Return False if one does not yet, or if no target is ready.
 
     :param name: the channel's.
     :raises SyncError: it was rejected, or a newer candidate has taken its place.

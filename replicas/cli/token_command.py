@@ -68,8 +68,9 @@ def token(
 
 
 def make(folder: Path) -> list[str]:
-    """Create a key and tokens as files in a folder, which is made; return lines for a
-    config.
+    """Create a key and tokens as files in a folder; return config lines that name them.
+
+    The folder is made if it is missing.
 
     :raises UsageError: there is a key already, or the folder cannot be used.
     """

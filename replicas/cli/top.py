@@ -79,9 +79,10 @@ def top(
 
 
 def show_live(place: RunAddress, interval: float) -> bool:
-    """Draw the view of a run on the terminal until a key ends it or the run is over;
-    return False immediately where there is no terminal, else True. Starts two daemon
-    threads, which ask the supervisor.
+    """Draw the view of a run on the terminal until a key ends it or the run is over.
+
+    Return True then, but False immediately where there is no terminal. Starts two
+    daemon threads, which ask the supervisor.
 
     :param interval: between two requests for the status, in seconds.
     """
@@ -100,8 +101,10 @@ def show_live(place: RunAddress, interval: float) -> bool:
 
 
 def _suspended(seen: _Seen, screen: Screen) -> bool:
-    """Draw until the end of the view; return True if the user suspends the command
-    (Ctrl-Z), so that the caller stops this process and then calls this again."""
+    """Draw until the end of the view; return True if it ends by Ctrl-Z.
+
+    The caller then stops this process, and calls this again when it is continued.
+    """
     suspends: list[int] = []
     frame = _Frame(seen, screen)
     with _signals(suspends), _keys() as keys, Live(console=screen, screen=True, auto_refresh=False) as live:
@@ -124,8 +127,12 @@ class _Seen:
         """Grows with each change."""
 
     def poll_status(self, interval_s: float) -> None:
-        """Thread: update ``status`` and ``error`` every ``interval_s`` seconds, until
-        the run is over; then set ``over`` to the text how it ended."""
+        """Thread: update ``status`` and ``error`` regularly until the run is over.
+
+        Then set ``over`` to the text how it ended.
+
+        :param interval_s: seconds between two requests.
+        """
         while not self.over:
             time.sleep(interval_s)
             try:
@@ -138,8 +145,10 @@ class _Seen:
             self.changes += 1
 
     def follow(self) -> None:
-        """Thread: append new events to ``events`` as they come, also after a lost
-        connection and from a next supervisor, until the run is over."""
+        """Thread: append new events to ``events`` as they come, until the run is over.
+
+        Continues after a lost connection, and with a next supervisor.
+        """
         after = max(0, self.status.newest_event - _EVENTS)
         while not self.over:
             with contextlib.suppress(ReplicasError):  # the status shows that there is no answer
@@ -173,8 +182,11 @@ class _Frame:
         return key != b"q"
 
     def stale(self, size: object) -> bool:
-        """Return True if a frame must be drawn: state, scroll position or the
-        terminal's ``size`` have changed since the last call."""
+        """Return True if a frame must be drawn; the caller then draws it.
+
+        State, scroll position or the terminal's ``size`` have changed since the last
+        call, which remembers them.
+        """
         now = (self._seen.changes, size)
         before, self._drawn = self._drawn, now
         return before != now
@@ -185,8 +197,7 @@ class _Frame:
         flat = options.update(height=None, highlight=False)
 
         def lines_of(*parts: RenderableType) -> list[list[Segment]]:
-            """Render these parts, one below the other, to lines of the terminal's
-            width."""
+            """Render these parts, one below the other; return lines of segments."""
             return self._screen.render_lines(Group(*parts), flat, pad=False)
 
         first, sentence, *others = _head(seen, verdict(seen.status, seen.at))
@@ -217,8 +228,9 @@ def _one_line(text: Text) -> Text:
 
 
 def _head(seen: _Seen, found: Verdict) -> Iterator[Text]:
-    """Yield the head of a frame: the run, then the worst trouble as a sentence and
-    further ones, or since when no supervisor answers.
+    """Yield the head of a frame: the run, its worst trouble, and further ones.
+
+    While no supervisor answers, say since when in place of the troubles.
 
     :param seen: the known state. :param found: the judgement of its status.
     """
@@ -239,8 +251,11 @@ def _head(seen: _Seen, found: Verdict) -> Iterator[Text]:
 
 @contextlib.contextmanager
 def _signals(suspends: list[int]) -> Iterator[None]:
-    """Context manager: replace signal handlers. SIGTERM and SIGHUP raise SystemExit;
-    Ctrl-Z (SIGTSTP) only adds its number to ``suspends``."""
+    """Context manager: replace signal handlers during the block.
+
+    SIGTERM and SIGHUP raise SystemExit; Ctrl-Z (SIGTSTP) only adds its number to
+    ``suspends``.
+    """
 
     def end(signum: int, _frame: object) -> None:
         """Signal handler: raise SystemExit with the shell's code of the signal."""
@@ -257,11 +272,11 @@ def _signals(suspends: list[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], list[bytes]]]:
-    """Context manager: let the terminal deliver keys without waiting for a line, and
-    without echo; restore its settings on leaving.
+    """Context manager: let the terminal deliver keys at once, without echo.
 
-    Yields a function that waits up to a number of seconds for keys, and returns them. A
-    key that is held down comes several times in one read.
+    Its settings are restored on leaving. Yields a function that waits up to a number of
+    seconds for keys, and returns them. A key that is held down comes several times in
+    one read.
     """
     fd = sys.stdin.fileno()
     fds = [fd] if os.isatty(fd) else []

@@ -166,11 +166,13 @@ def verify(
 def _got(
     place: RunAddress, channel: str, group: str, deadline_s: float, version: int | None, at_least: int | None
 ) -> Iterator[_Got]:
-    """Context manager: join the channel as a target, receive its newest version, and
-    leave; then yield the version, whose file is closed at the end of the block.
+    """Context manager: bring a version of the channel here; yield its file and facts.
+
+    Joins the channel as a target, receives the newest version or the one asked for, and
+    leaves before the block, at whose end the version's file is closed.
 
     :param group: external group to join in; empty: one is chosen.
-    :param deadline_s: longest time of the join, and of the receive.
+    :param deadline_s: longest time of the join, and of the receive, in seconds.
     :param version: exactly this one, or SyncError.
     :param at_least: wait for this one or a newer one.
     """
@@ -197,11 +199,12 @@ def _got(
 
 
 def _kept(joined: replicas.Channel, version: int, deadline_s: float) -> replicas.Update:
-    """Have the run bring an older version, which other members hold, to this member;
-    wait for it, and return it open for reading. A lease keeps its content in the run
-    until this member leaves.
+    """Have the run bring an older version to this member; return it open for reading.
 
-    :param deadline_s: longest time of the order, and again of the transfer.
+    Other members hold it. A lease keeps its content in the run until this member
+    leaves. Waits for it.
+
+    :param deadline_s: longest time of the order, and again of the transfer, in seconds.
     :raises Gone: no member holds it, or it did not come within ``deadline_s``.
     """
     joined.versions.hold(version, deadline=deadline_s).wait()
@@ -249,8 +252,10 @@ def membership(place: RunAddress, channel: str, role: str, group: str, deadline_
 
 
 def _remedy(channel: str, role: str) -> str:
-    """Return a hint which keys to add to the config, so that a command can join the
-    channel in this role (``sources`` or ``targets``)."""
+    """Return a hint which keys of the config let a command join the channel.
+
+    :param role: ``sources`` or ``targets``.
+    """
     name = "reader" if role == "targets" else "loader"
     return (
         f'add to the config: [groups.{name}] with launcher = "external" and min_ready = 0, and "{name}" to {role} of '

@@ -27,9 +27,9 @@ class BackgroundQueue(Generic[T]):
 
         :param name: name of the thread, which the first item starts.
         :param work: must not raise.
-        :param missing: called with the number of items that were dropped before the
-            next item; must not raise.
-        :param most: number of items that may wait.
+        :param missing: called on the thread, before the first item after a full queue,
+            with the number of items that were dropped; must not raise.
+        :param most: number of items that may wait; :meth:`put` drops further ones.
         """
         self._name, self._work, self._missing, self._most = name, work, missing, most
         self._queue: queue.SimpleQueue[tuple[T, int] | Latch] = queue.SimpleQueue()  # a finaliser may interrupt its put
@@ -51,12 +51,12 @@ class BackgroundQueue(Generic[T]):
         locked(self._starting, self._start)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the thread has handled all items that are queued now.
+        """Block until the thread has handled all items that are queued now.
 
-        Start it if needed.
+        If items wait and the thread does not run, start it.
 
-        Return True if they are done; False after ``timeout_s``, or if no thread can
-        start.
+        Return True if no item is left of them; False after ``timeout_s`` seconds, or if
+        no thread can start.
         """
         if self._thread is None and self._queue.empty():
             return True

@@ -18,7 +18,7 @@ class Backoff(NamedTuple):
     max_s: float
 
     def after(self, failures: int) -> float:
-        """Return the delay in seconds before the next try, after so many failures.
+        """Return the delay in seconds before the next try, after ``failures`` in a row.
 
         It is ``first_s`` doubled for each failure, ``max_s`` at most; 0 failures give
         ``first_s``.

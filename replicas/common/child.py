@@ -36,11 +36,12 @@ CHILD: Table[ChildState, ChildEvent] = Table(
 
 
 class ChildLife:
-    """A child's state in :data:`CHILD`, and the time of its next check or start.
+    """State of one watched child process, and the time of its next check or start.
 
-    It records what its owner does, and touches no process. Times: any one steady clock.
+    It records what its owner does, and touches no process. The states and steps are
+    those of :data:`CHILD`. Times: seconds of any one steady clock.
 
-    :ivar starts: number of starts in this row.
+    :ivar starts: starts in a row, each after a process that ended too soon.
     :ivar due: when :meth:`on_time` must be called; inf for never.
     """
 
@@ -49,11 +50,14 @@ class ChildLife:
     ) -> None:
         """Begin in the state "waiting", with no start scheduled.
 
-        :param again: delay of the next start, by the number of starts in a row; None
-            for a single start.
-        :param steady_s: a process that lived longer begins a new row.
-        :param tries: starts in a row after which it is over; 0 for no limit.
-        :param look_interval_s: time between two looks after a start; None for no looks.
+        :param again: delay of the next start, by the number of starts in a row; None:
+            the process is started only once.
+        :param steady_s: the start after a process that lived longer counts as the first
+            of a new row.
+        :param tries: starts in a row after which no further one comes (state "over"); 0
+            for no limit.
+        :param look_interval_s: seconds between two checks ("looks") of the running
+            process by its owner; None for no checks.
         """
         self.state: ChildState = "waiting"
         self.starts = 0
@@ -65,8 +69,9 @@ class ChildLife:
     def on_time(self, now: float) -> Literal["", "look", "start"]:
         """Return the step that the owner must carry out now, or "" if none is due.
 
-        ``"start"`` means to start the process, ``"look"`` to check that it still works.
-        The next look is scheduled here, if the owner wants looks.
+        ``"start"`` means to start the process, and to record that by :meth:`start`;
+        ``"look"`` means to check that it still works. The next look is scheduled here,
+        if the owner wants looks. Each step is returned once.
 
         :param now: seconds of the owner's steady clock.
         """
@@ -81,7 +86,10 @@ class ChildLife:
     def start(self, now: float) -> None:
         """Record that the owner starts the process now; enter the state "starting".
 
-        A start that fails must be recorded by :meth:`ended`, too.
+        Schedule the first look. A start that fails must be recorded by :meth:`ended`,
+        too.
+
+        :raises InvalidStep: the state is not "waiting".
         """
         self._step("start")
         self.starts += 1
@@ -89,9 +97,9 @@ class ChildLife:
         self._look_again(now)
 
     def ready(self) -> None:
-        """Record that the process reports to be ready.
+        """Record that the process has reported that it is ready: "starting" turns "up".
 
-        Ignored after :meth:`give_up`.
+        Ignored in any other state.
         """
         if self.state == "starting":
             self._step("ready")
@@ -99,8 +107,10 @@ class ChildLife:
     def give_up(self) -> None:
         """Record that the owner kills the process, because it stalled.
 
-        The state is "dying". No further look is due until its end, which the owner
-        records by :meth:`ended`.
+        The state is "dying" then, and no look is due. The owner records the end of the
+        process by :meth:`ended`.
+
+        :raises InvalidStep: the process neither starts nor is up.
         """
         self._step("give_up")
         self.due = math.inf
@@ -108,11 +118,12 @@ class ChildLife:
     def ended(self, now: float, again: Backoff | None = None) -> bool:
         """Record the end of the process, or its failed start; schedule the next start.
 
-        Return True if there were too many starts in a row, so that it is never started
-        again; else False, also after :meth:`stop`.
+        Return True if no start is left, so that the process is never started again
+        (state "over"); False if a start is scheduled, or after :meth:`stop`.
 
         :param now: seconds of the owner's steady clock.
         :param again: delays for this one time, in place of those of the constructor.
+        :raises InvalidStep: no start was recorded before.
         """
         self.due = math.inf
         if now - self._began > self._steady_s:
@@ -129,7 +140,8 @@ class ChildLife:
     def stop(self) -> None:
         """Record that the process must not be started again.
 
-        It may still run, and is not killed.
+        It is not killed: if it runs, the state is "leaving" until :meth:`ended`, else
+        "over" at once. Nothing is due any more.
         """
         self.due = math.inf
         if CHILD.allows(self.state, "stop"):
@@ -143,6 +155,6 @@ class ChildLife:
     def _step(self, event: ChildEvent) -> None:
         """Enter the state to which ``event`` leads in :data:`CHILD`.
 
-        Raise InvalidStep if to none.
+        :raises InvalidStep: it leads to none; the state stays.
         """
         self.state = CHILD.next(self.state, event)

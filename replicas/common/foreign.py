@@ -57,7 +57,7 @@ def visible(text: str) -> str:
     """Return ``text`` with its unprintable characters, line breaks too, as Python
     escapes.
 
-    Nothing is lost.
+    No character is removed.
     """
     if text.isprintable():
         return text
@@ -97,7 +97,7 @@ def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
     """Return the last ``count`` lines of a log as texts, without any control codes.
 
     Each is cut to ``limit`` characters; empty lines at both ends of the log are left
-    out.
+    out. The result is shorter than ``count`` if the log has fewer lines.
 
     :param data: bytes of the log.
     """

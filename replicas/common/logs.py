@@ -33,10 +33,14 @@ _WHEN = ("created", "msecs", "relativeCreated", "process", "processName", "threa
 
 
 class Log(logging.Logger):
-    """Queues records for the logger ``name``. Its methods never raise or wait."""
+    """A logger that queues its records; a thread passes them to the program's logger.
+
+    That is the logger of the same name. The methods never raise or wait.
+    """
 
     def __init__(self, name: str) -> None:
-        """Make a logger that queues records for the program's own logger ``name``."""
+        """Make a queueing logger for the program's own logger ``name``; register it
+        nowhere."""
         super().__init__(name)
         self._own = logging.getLogger(name)
 
@@ -80,9 +84,10 @@ class Log(logging.Logger):
 
 
 def flush(timeout_s: float = LAST_WORDS_S) -> bool:
-    """Wait until the program's handlers have handled all queued records.
+    """Block until the program's handlers have handled all queued records.
 
-    Return True if they have, False after ``timeout_s``.
+    Return True if they have; False after ``timeout_s`` seconds, or if no thread can
+    start.
     """
     return _records.flush(timeout_s)
 
@@ -125,7 +130,8 @@ _records: BackgroundQueue[logging.LogRecord] = BackgroundQueue("replicas-logs", 
 
 
 def _after_fork_in_child() -> None:
-    """Replace the queue: its thread does not exist in a forked child."""
+    """Replace the queue by an empty one, as its thread does not exist in a forked
+    child. Records that waited are handled in the parent only."""
     global _records
     _records = BackgroundQueue("replicas-logs", _pass_on, _missing)
 

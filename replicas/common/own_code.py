@@ -52,8 +52,9 @@ def findable(environment: Mapping[str, str], folder: str = "") -> dict[str, str]
 def undo(environment: MutableMapping[str, str]) -> None:
     """Remove this package's folder from ``PYTHONPATH`` of ``environment``, in place.
 
-    For a process that was started with :func:`findable`. Relative entries stay
-    absolute, as its children have other working folders, too.
+    For a process that was started with the environment of :func:`findable`. Relative
+    entries stay absolute, as its children have other working folders, too. Do nothing
+    if that folder is not the first entry.
     """
     if _HOME in (*site.getsitepackages(), site.getusersitepackages()):
         return

@@ -24,7 +24,10 @@ def register(coordinator: object) -> None:
 
 
 def unregister_loop(coordinator: object) -> None:
-    """Undo :func:`register`, on the thread of the coordinator's event loop."""
+    """Undo :func:`register`; call it on the thread of the coordinator's event loop.
+
+    Blocking calls are allowed there again once no coordinator is left.
+    """
     loop = asyncio.get_running_loop()
     known = _coordinators.get(loop, set())
     known.discard(id(coordinator))

@@ -16,15 +16,17 @@ PAUSE_S = 1.0
 
 
 class PauseClock:
-    """Detects, by a late look, that this process was paused.
+    """Detects that this process was paused: a regular check (*look*) came too late.
 
-    :ivar due: when the next look must come; the owner sets it.
+    :ivar due: when the next look must come, in seconds of the owner's steady clock; the
+        owner sets it.
     """
 
     def __init__(self, due: float, slack_s: float = PAUSE_S) -> None:
         """Store when the first look is due, by the caller's steady clock.
 
-        :param slack_s: a look that is so much later means a pause of this process.
+        :param slack_s: a look later than :attr:`due` by more than these seconds means
+            that this process was paused.
         """
         self.due = due
         self._slack_s = slack_s
@@ -42,15 +44,17 @@ class PauseClock:
 
 
 class Patience(PauseClock):
-    """Measures for how long a condition has been true at every look.
+    """Measures for how long a condition has been true at every regular check (*look*).
 
-    :param interval_s: time between two looks; a look that is late begins again at 0.
+    :param interval_s: seconds between two looks; a look more than :data:`PAUSE_S` late
+        begins again at 0.
     """
 
     def __init__(self, now: float, interval_s: float) -> None:
         """Begin at ``now``, a time of the caller's steady clock, without a duration.
 
-        :param interval_s: time between two looks; the first is due one interval later.
+        :param interval_s: seconds between two looks; the first is due one interval
+            after ``now``.
         """
         super().__init__(now + interval_s)
         self._interval_s = interval_s
@@ -78,23 +82,23 @@ class Silence(PauseClock):
     def __init__(self, due: float, slack_s: float = PAUSE_S) -> None:
         """Begin without a question.
 
-        :param due: time of the first look, by the caller's steady clock.
-        :param slack_s: a look that is so much later means a pause of this process.
+        :param due: time of the first :meth:`measure_silence`, by the caller's steady
+            clock.
+        :param slack_s: a look later than :attr:`due` by more than these seconds means
+            that this process was paused.
         """
         super().__init__(due, slack_s)
         self._asked_at: float | None = None
 
     @property
     def asked(self) -> bool:
-        """Whether a question has no answer yet."""
+        """True if a question was sent and has no answer yet."""
         return self._asked_at is not None
 
     def ask(self, now: float) -> None:
-        """Record that a question was sent to the other process, at ``now``.
+        """Record that the owner sends a question to the other process, at ``now``.
 
-        Send nothing.
-
-        Ignored while an earlier one is unanswered.
+        Ignored while an earlier question is unanswered. Nothing is sent here.
         """
         if self._asked_at is None:
             self._asked_at = now
@@ -102,15 +106,17 @@ class Silence(PauseClock):
     def answered(self) -> None:
         """Record that the question was answered.
 
-        There is no silence until the next one.
+        The silence is 0 until the next question.
         """
         self._asked_at = None
 
     def measure_silence(self, now: float) -> float:
         """Return the seconds since the unanswered question, or 0 if none is open.
 
-        If this look comes late, because this process was paused, counting begins again
-        at 0.
+        If this call comes later than :attr:`due` and the slack, this process was
+        paused, and counting begins again at 0. :attr:`due` is not changed.
+
+        :param now: the present time, by the caller's steady clock.
         """
         if self.measure_pause(now) and self._asked_at is not None:
             self._asked_at = now

@@ -22,7 +22,7 @@ class InvalidStep(InternalError):
 
 
 class Table(Generic[S, E]):
-    """The transition table of one state machine."""
+    """The transition table of one state machine: no present state, only the rules."""
 
     def __init__(self, what: str, start: tuple[S, ...], steps: Mapping[S, Mapping[S, tuple[E, ...]]]) -> None:
         """Turn ``steps`` into rows from (state, event) to the next state.
@@ -66,13 +66,13 @@ class Table(Generic[S, E]):
 
 
 class StateMachine(Generic[S, E, A]):
-    """A state, ``now``, with actions at its transitions."""
+    """A present state, ``now``, that follows a table, with actions at transitions."""
 
     def __init__(self, table: Table[S, E], actions: Mapping[tuple[S, E], tuple[A, ...]]) -> None:
         """Begin in the table's first initial state.
 
-        :param actions: the actions, in order, of a state and an event; missing entries
-            mean no action.
+        :param actions: names of the actions, in order, by state and event; missing
+            entries mean no action.
         """
         self._table, self._actions = table, actions
         self.now: S = table.start[0]
@@ -83,7 +83,8 @@ class StateMachine(Generic[S, E, A]):
         Return the actions of this transition, in order, for the caller to carry out;
         empty if it has none.
 
-        :raises InvalidStep: the table does not allow the event in this state.
+        :raises InvalidStep: the table does not allow the event in this state, which
+            stays.
         """
         before, self.now = self.now, self._table.next(self.now, event)
         return self._actions.get((before, event), ())

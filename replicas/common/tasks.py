@@ -47,7 +47,7 @@ def say_if_slow(say: Callable[[str], None], text: str, after_s: float = 2.0) -> 
 def keep_until_done(task: asyncio.Task[T], tasks: set[asyncio.Task[T]]) -> asyncio.Task[T]:
     """Put a task into ``tasks`` until it ends, as the loop refers to it only weakly.
 
-    Return the same task.
+    Its end removes it there, whatever the result. Return the same task.
     """
     tasks.add(task)
     task.add_done_callback(tasks.discard)

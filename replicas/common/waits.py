@@ -33,9 +33,8 @@ T = TypeVar("T")
 def locked(lock: AbstractContextManager[object], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Return ``function(*args, **kwargs)``, called with ``lock`` held.
 
-    Wait for the lock.
-
-    The lock is released after every interruption, also by a signal handler or a tracer.
+    Block until the lock is free. It is released after the call, and after every
+    exception, also one of a signal handler or a tracer.
     """
     # One line: the end of a block on a line of its own is where a tracer could raise
     # before the lock is released.
@@ -64,10 +63,9 @@ class Latch:
     def wake(self) -> None:
         """Wake all threads that wait now, and call all callbacks, each once.
 
-        Set no flag.
-
-        A waiting thread's :meth:`wait` then returns True. A callback's exception is
-        raised after the others were called.
+        The flag is not set. A waiting thread's :meth:`wait` then returns True, and the
+        callbacks are forgotten. A callback's exception is raised after the others were
+        called.
         """
         failure: BaseException | None = None
         while self._wakers:
@@ -81,7 +79,8 @@ class Latch:
     def add(self, waker: Callable[[], object]) -> None:
         """Have ``waker()`` called once, by the thread that sets or wakes the latch.
 
-        It is called here, now, if the flag is set already. It must not block.
+        If the flag is set already, it is called here, before this returns. It must not
+        block.
         """
         self._wakers[waker] = True
         if self.is_set:  # set() may have run before it was added

@@ -12,8 +12,8 @@ _PROMOTED_SLOTS = 3
 
 
 def check(place: Place, channel: ChannelConfig) -> None:
-    """Add a problem to ``place`` (which collects them by key) for each key of the
-    channel that does not fit its other keys."""
+    """Add a problem to ``place`` (which collects problems by key) for each key of the
+    channel that does not fit its other keys. Raise nothing."""
     roles(place, channel)
     steering(place, channel)
     if channel.encrypt:
@@ -23,8 +23,8 @@ def check(place: Place, channel: ChannelConfig) -> None:
 
 
 def roles(place: Place, channel: ChannelConfig) -> None:
-    """Add a problem to ``place``, the channel's, if it has both peers and sources, or
-    neither, or peers with different ranks."""
+    """Add a problem to ``place``, the channel's, if the channel has both peers and
+    sources or targets, has no members, or has peers with different ``ranks``."""
     if channel.peers and (channel.sources or channel.targets):
         others = {party.group for party in (*channel.sources, *channel.targets)}
         both = next((party.group for party in channel.peers if party.group in others), None)

@@ -23,8 +23,8 @@ class Dependency(msgspec.Struct, frozen=True):
 
 @form('list of "GROUP", "GROUP:ready" or "GROUP:finished"', names.range)
 def dependencies(place: Place, value: object) -> Any:
-    """Read a list of dependencies; return a tuple of them, or UNSET. Add problems to
-    ``place``."""
+    """Read a list of dependencies; return a tuple of those that are well formed, or
+    UNSET if ``value`` is not a list of group names. Add problems to ``place``."""
     words = names.read(place, value)
     if words is UNSET:
         return words

@@ -38,12 +38,13 @@ for the start only."""
 
 
 def digest_of_start(group: GroupConfig) -> str:
-    """Return a digest of the settings whose change restarts the group's processes."""
+    """Return a digest (hex) of the settings whose change restarts the group's
+    processes: equal digests mean that no restart is needed."""
     return hashlib.sha256(msgspec.json.encode(_started_with(group), enc_hook=str)).hexdigest()[:32]
 
 
 class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):
-    """The difference between two configs of a run.
+    """The difference between two configs of a run, which a reload carries out.
 
     :param added: groups to start.
     :param removed: groups to drain.
@@ -82,7 +83,8 @@ def diff(old: Config, new: Config) -> ConfigDiff:
 
 
 def _refusals(old: Config, new: Config) -> Iterator[str]:
-    """Yield a line for each change that is impossible while the run lives."""
+    """Yield a line, with the remedy, for each change from ``old`` to ``new`` that is
+    impossible while the run lives."""
     for path in _FIXED:
         before, after = attrgetter(path)(old), attrgetter(path)(new)
         if before != after:

@@ -47,7 +47,7 @@ _EXTERNAL = ("name", "launcher", "replicas", "nproc_per_node", "nnodes", "health
 def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
     """Return a config from a :class:`Config`, the path of its file, or a mapping.
 
-    :raises BadConfig: with every problem. :raises UsageError: it is of another type.
+    :raises BadConfig: with every problem. :raises UsageError: another type is given.
     """
     if isinstance(config, Config):
         return _absolute(config)
@@ -59,7 +59,7 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
 
 
 def _absolute(config: Config) -> Config:
-    """Return a copy with absolute folders, as helper processes work in other ones."""
+    """Return a copy with absolute folders; BadConfig if one's name is not UTF-8."""
     groups = {name: replace(group, cwd=group.cwd.absolute()) for name, group in config.groups.items()}
     state_dir, door = config.run.state_dir.absolute(), config.control.socket
     door = None if door is None else door.absolute()
@@ -185,7 +185,7 @@ def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, Gr
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
-    """Make ``run`` of ``fields`` (values by name), with a default state folder."""
+    """Return ``run`` made of ``fields`` (values by name); add a missing state_dir."""
     fields.setdefault("state_dir", default_state_dir(place, fields["name"]))
     return RunConfig(**fields)
 
@@ -274,7 +274,7 @@ def _is_reserved(variable: str) -> bool:
 
 
 def _read_environment(place: Place, path: Path) -> dict[str, str]:
-    """Read a file of variables, and return them; add its problems to ``place``."""
+    """Return the variables of a file, {} if unreadable; add problems to ``place``."""
     try:
         variables = config_text.parse_env(config_text.read(path))
     except OSError as error:
@@ -414,7 +414,7 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
 
 
 def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
-    """Add a problem to ``place`` for each name that is not ``known``, or repeats."""
+    """Add a problem to ``place`` for each of ``names`` not ``known``, or repeated."""
     for index, group in enumerate(names):
         if group not in known:
             place.problem(f'there is no group "{group}"{nearest(group, known)}')
@@ -423,7 +423,7 @@ def _check_names(place: Place, names: Sequence[str], known: list[str]) -> None:
 
 
 def _check_finishing(place: Place, names: Sequence[str], config: Config) -> None:
-    """Add a problem to ``place`` for each group that never counts as finished."""
+    """Add a problem to ``place`` for each of ``names`` that can never be finished."""
     for name in names:
         if name in config.groups and config.groups[name].external:
             place.problem(f'group "{name}" is external, so it is unknown when it has finished')

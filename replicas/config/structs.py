@@ -144,7 +144,8 @@ class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_files(self) -> dict[Literal["member", "operator"], Path]:
-        """The files of tokens that the config names, by role."""
+        """The files of tokens that the config names, by role; a role without one is
+        left out."""
         found: dict[Literal["member", "operator"], Path] = {}
         if self.token_file is not None:
             found["member"] = self.token_file

@@ -140,7 +140,8 @@ def _value(place: Place, value: object, kind: Any, builds: Builds) -> Any:
 def each(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds) -> Any:
     """Read a table of tables of one ``kind``; return a dict of structs by name.
 
-    Tables that cannot be read are left out of the dict. Add problems to ``place``.
+    Tables that cannot be read, or have no valid name, are left out of the dict. Add
+    problems to ``place``.
 
     :param builds: by struct, the function ``build(place, fields)`` that makes it.
     :returns: UNSET if ``value`` is not a table, or has too many tables.

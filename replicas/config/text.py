@@ -83,7 +83,7 @@ def state_home(path: Path) -> Path:
 def read(path: Path) -> str:
     """Return the text of the file, which need not be a regular one.
 
-    :raises OSError: it cannot be read.
+    :raises OSError: the file cannot be read.
     :raises ValueError: its name, size or encoding is bad; the text has the reason.
     """
     try:
@@ -102,7 +102,8 @@ def read(path: Path) -> str:
 def decode(text: str) -> dict[str, Any]:
     """Parse TOML, and return its tables; refuse what nests too deep.
 
-    :raises ValueError: it is not valid, or nests too deep; with reason and line.
+    :raises ValueError: the text is not valid, or nests too deep; the error names the
+        reason and the line.
     """
     try:
         mapping = tomllib.loads(text)
@@ -232,7 +233,7 @@ class BadLine(ValueError):
 def parse_env(text: str) -> dict[str, str]:
     """Return the variables of an environment file's text.
 
-    :raises BadLine: a line is malformed.
+    :raises BadLine: a line is malformed; the text names the line, not its content.
     """
     variables: dict[str, str] = {}
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
@@ -249,9 +250,11 @@ def parse_env(text: str) -> dict[str, str]:
 
 
 def _value(text: str, number: int) -> str:
-    """Return the value of the text after ``NAME=``, with its quotes removed.
+    """Return the value in ``text``, which follows ``NAME=``: without quotes, escapes or
+    a comment.
 
-    :param number: number of the line, for BadLine.
+    :param number: number of the line, for the error.
+    :raises BadLine: a quote is not closed, or text follows the closing one.
     """
     quoted = text.lstrip()
     if not quoted.startswith(("'", '"')):

@@ -94,10 +94,10 @@ class Form(NamedTuple):
 
 
 def checked(what: str, form: Form, value: object) -> Any:
-    """Return the resolved form of a value that is not from a file.
+    """Return what ``form`` reads from a value outside a file, such as an option.
 
     :param what: its name in the message, such as ``--label``.
-    :raises replicas.errors.UsageError: it has another form.
+    :raises replicas.errors.UsageError: ``form`` does not accept the value.
     """
     place = Place(Path(), (what,))
     found = form.read(place, value)
@@ -144,7 +144,7 @@ def whole(least: int, most: int = RANKS_MAX) -> Form:
     def read(place: Place, value: object) -> Any:
         """Return ``value`` if it is an int in the range.
 
-        Else add a problem to ``place``, and return UNSET.
+        For any other value add a problem to ``place``, and return UNSET.
         """
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             return place.problem(f"expected a whole number of at least {least}, got {show(value)}")
@@ -178,7 +178,7 @@ def one_of(*words: str) -> Form:
     def read(place: Place, value: object) -> Any:
         """Return ``value`` if it is one of the form's words.
 
-        Else add a problem to ``place``, and return UNSET.
+        For any other value add a problem to ``place``, and return UNSET.
         """
         if isinstance(value, str) and value in words:
             return value
@@ -201,7 +201,7 @@ def name(place: Place, value: object) -> Any:
 def _strings(place: Place, value: object, what: str) -> Any:
     """Return ``value``, a list of strings, as a tuple.
 
-    Else add a problem to ``place``, and return UNSET.
+    For any other value add a problem to ``place``, and return UNSET.
 
     :param what: the expected strings, for the problem.
     """
@@ -214,7 +214,7 @@ def _strings(place: Place, value: object, what: str) -> Any:
 def names(place: Place, value: object) -> Any:
     """Return ``value``, a list of group names, as a tuple.
 
-    Else add a problem to ``place``, and return UNSET.
+    For any other value add a problem to ``place``, and return UNSET.
     """
     found = _strings(place, value, "group names")
     if found is not UNSET and len(found) > NAMED_MAX:
@@ -226,7 +226,7 @@ def names(place: Place, value: object) -> Any:
 def command(place: Place, value: object) -> Any:
     """Return ``value``, the words of a command, as a tuple.
 
-    Else add a problem to ``place``, and return UNSET.
+    For any other value add a problem to ``place``, and return UNSET.
     """
     words = _strings(place, value, 'strings such as ["train.py", "--steps", "200"]')
     if words is UNSET:
@@ -281,7 +281,7 @@ def labels(place: Place, value: object) -> Any:
 def flag(place: Place, value: object) -> Any:
     """Return ``value`` if it is a bool.
 
-    Else add a problem to ``place``, and return UNSET.
+    For any other value add a problem to ``place``, and return UNSET.
     """
     return value if isinstance(value, bool) else place.problem(f"expected true or false, got {show(value)}")
 
@@ -290,7 +290,7 @@ def flag(place: Place, value: object) -> Any:
 def number(place: Place, value: object) -> Any:
     """Return the number ``value`` as a float.
 
-    Else add a problem to ``place``, and return UNSET.
+    For any other value add a problem to ``place``, and return UNSET.
     """
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
@@ -301,7 +301,7 @@ def number(place: Place, value: object) -> Any:
 def share(place: Place, value: object) -> Any:
     """Return the share ``value`` as a float between 0 and 1.
 
-    Else add a problem to ``place``, and return UNSET.
+    For any other value add a problem to ``place``, and return UNSET.
     """
     found = in_units(value, {"%": 0.01})
     if isinstance(value, float):
@@ -436,7 +436,7 @@ def ip_address(text: object) -> ipaddress.IPv4Address | ipaddress.IPv6Address | 
 
 
 def is_loopback(host: str) -> bool:
-    """Return True for a loopback address, or ``localhost``."""
+    """Return True for a loopback address, or ``localhost``; resolve no other name."""
     found = ip_address(host)
     return host == "localhost" if found is None else found.is_loopback
 

@@ -72,13 +72,13 @@ everyone: Access = _Everyone()
 
 
 class ByToken:
-    """Access by ``Authorization: Bearer TOKEN``; calls ``refused`` at wrong tokens.
+    """Access by ``Authorization: Bearer TOKEN``; reports wrong tokens to ``refused``.
 
     A member's token is not a wrong one, but permits neither orders nor output.
     """
 
     def __init__(self, tokens: Callable[[], Tokens], refused: Callable[[str], None]) -> None:
-        """Check tokens against those that ``tokens`` returns at each request.
+        """Check requests by the valid tokens, for which ``tokens`` is called each time.
 
         :param refused: called on the loop with "token", for each request with a token
             that is not valid.
@@ -88,7 +88,8 @@ class ByToken:
 
     def __call__(self, headers: Mapping[str, str]) -> Reason | None:
         """Return why these headers do not give full access, as a text for their sender,
-        or None if they have an operator's token. Count a wrong token by ``refused``."""
+        or None if they have an operator's token. Call ``refused`` for a token that is
+        not valid; the text is then a :class:`RefusedToken`."""
         if headers.get("authorization") is None:
             return "an order needs an operator's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
         tokens = self._tokens()
@@ -129,8 +130,8 @@ class Lasting(StreamingResponse):
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response; cancel it, which breaks the connection, when the access
-        ends."""
+        """Send the response; when the access ends, stop at once, without the end of the
+        body, so that the reader sees a broken connection. Raise nothing then."""
         with anyio.CancelScope() as whole, self._held(whole.cancel):
             await super().__call__(scope, receive, send)
 
@@ -161,8 +162,7 @@ class Cached:
     """
 
     def __init__(self, make: Callable[[], object]) -> None:
-        """Cache the JSON of what ``make`` returns; call ``make`` only when a page is
-        asked for."""
+        """Keep ``make``, which returns the page's value; :meth:`body` calls it."""
         self._make = make
         self._body = b""
         self._until = 0.0
@@ -170,8 +170,8 @@ class Cached:
     def body(self) -> bytes:
         """Return the page as JSON bytes.
 
-        If the cached page is too old, call ``make`` first, and encode its result, on
-        this thread. A page is kept for half a second, or less if it was made quickly.
+        If the cached page is too old, call ``make``, and encode its result, on this
+        thread. A page is kept for 20 times as long as that took, at most half a second.
         """
         began = time.monotonic()
         if began >= self._until:
@@ -195,7 +195,8 @@ def public_record(record: Record) -> bytes:
 
 
 def _cut(value: Any) -> Any:
-    """Return builtins with :func:`without_output` applied to all texts within."""
+    """Return a copy of ``value`` (builtins) with :func:`without_output` applied to all
+    texts within, but not to keys."""
     match value:
         case str():
             return without_output(value) if ": " in value else value

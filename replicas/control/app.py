@@ -61,7 +61,7 @@ class ControlledRun(Watched, Protocol):
         """Return the run's metrics and their Content-Type.
 
         :param accept: the request's header Accept, which selects the format.
-        :param client: address of the client, by which scrapers are told apart.
+        :param client: address of the client, to record when each client scraped.
         """
 
     def live(self) -> bool:
@@ -154,8 +154,8 @@ def _refused(why: Reason | None) -> dict[str, str]:
 
 
 def _unless_starting(page: Page) -> Page:
-    """Return a page that answers 503 until the run has a status, and then as ``page``
-    does: the port opens before the run is set up."""
+    """Return a handler that answers 503 until the run has a status, and then as
+    ``page`` does: the port opens before the run is set up."""
 
     async def answer(request: Request) -> Response:
         """Answer as the page; 503 for its UsageError, as the run is starting."""
@@ -200,7 +200,8 @@ def _stream_routes(source: ControlledRun, access: Access) -> list[Route]:
     decides who may see the output of programs."""
 
     async def events(request: Request) -> Response:
-        """Answer with a stream of events, from the event after that in the request."""
+        """Answer with a stream of the run's events, beginning after the number that the
+        request names; 400 for an invalid query."""
         try:
             after = _after(request)
             follow = _flag(request.query_params, "follow", default=True)
@@ -255,8 +256,8 @@ def _after(request: Request) -> int | None:
 
 
 def _flag(query: Mapping[str, str], name: str, *, default: bool = False) -> bool:
-    """Return a parameter of the query as a bool: False for "0", "false" and "no", and
-    ``default`` if it is missing."""
+    """Return a parameter of the query as a bool: False for "0", "false" and "no", True
+    for any other text, and ``default`` if it is missing."""
     text = query.get(name)
     return default if text is None else text.lower() not in ("0", "false", "no")
 
@@ -278,8 +279,8 @@ def _selection(query: Mapping[str, str]) -> Selection:
 
 
 async def _events(source: ControlledRun, after: int | None, until: int | None, *, whole: bool) -> AsyncIterator[bytes]:
-    """Yield server-sent events until the run is over, and an empty one after 5 s of
-    silence; close the run's stream at the end.
+    """Yield the run's events as server-sent events until the run is over, and an empty
+    one after 5 s of silence; close the run's stream at the end.
 
     :param after: yield events with greater numbers; None: only events to come.
     :param until: number of the last event to yield; None: until the run is over.

@@ -99,9 +99,11 @@ class Client:
     def order(self, order: Order, *, wait: bool = True) -> Answer:
         """Send an order, and return the answer.
 
-        :param wait: block until it is carried out; False: until it has begun.
-        :raises ReplicasError: the error that ended it.
-        :raises Disconnected: no answer, or the connection broke.
+        :param wait: block until it is carried out; False: until it has begun (the
+            answer's ``done`` is then False).
+        :raises ReplicasError: the order was refused, or ended by this error.
+        :raises Disconnected: no answer, or the connection broke; the order may have
+            been carried out.
         """
         path = _PATHS[type(order)] + ("" if wait else "?wait=0")
         body = msgspec.json.encode(order)
@@ -116,6 +118,7 @@ class Client:
         of a newer release, which are not known here, are left out.
 
         :param follow: continue, blocking, with new ones until the run ends.
+        :raises Disconnected: no answer, or the connection broke.
         """
         for line in self._lines(f"/events?{urlencode({'follow': int(follow), 'after': after})}"):
             if line.startswith(b"data: "):
@@ -127,6 +130,8 @@ class Client:
         life.
 
         :param query: the parameters of the page, such as ``{"target": "rollout/0"}``.
+        :raises UsageError: the client has no access, or there are no such logs.
+        :raises Disconnected: no answer, or the connection broke.
         """
         return self._lines(f"/logs?{urlencode({**query, 'json': '1'})}")
 
@@ -139,7 +144,7 @@ class Client:
 
         :param silence_s: seconds that each read of the response may take; default:
             those of the client's other reads.
-        :raises Disconnected: the connection fails, here or while the block reads.
+        :raises Disconnected: the connection fails, also while the block reads.
         :raises UsageError: the run does not accept the token, or must not see it.
         """
         connection = http.client.HTTPConnection(self._host or "localhost", self._port or None, timeout=self._timeout_s)
@@ -211,7 +216,7 @@ class Client:
         """Read the response's body, of 64 MiB at most, and return it as a ``kind``.
 
         :param what: the request, for the error.
-        :raises Disconnected: it is not such JSON.
+        :raises Disconnected: the body is not JSON of that type.
         """
         body = response.read(_MAX_ANSWER_NBYTES)
         try:
@@ -234,8 +239,8 @@ class Client:
         return problem.exception()
 
     def _lines(self, path: str) -> Iterator[bytes]:
-        """Request a page, and yield its lines as they come, without their ends. Raise
-        the error of an answer with another status than 200."""
+        """Request the page ``path``, and yield its lines as they come, without their
+        line breaks. An answer with another status than 200 is raised as its error."""
         with self._asked("GET", path, silence_s=_SILENCE_S) as response:
             if response.status != 200:
                 answer = self._read(response, f"GET {path.partition('?')[0]}", Answer)

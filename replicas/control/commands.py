@@ -29,7 +29,7 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Restart replicas; ``rolling``: ``max_unavailable`` of the group at a time."""
+    """Restart replicas; ``rolling``: only ``max_unavailable`` of a group at a time."""
 
     target: Target
     rolling: bool = False

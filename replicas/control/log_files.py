@@ -136,8 +136,8 @@ class _Stream:
         self._at_end = False
 
     def choose_start(self, selection: Selection, *, fresh: bool) -> None:
-        """Open the log at the first selected line. A ``fresh`` log, which has appeared
-        since the reader's first poll, is opened at its start."""
+        """Open the log at the selection's first line; :meth:`read` begins there. A log
+        that has appeared since the first poll (``fresh``) is opened at its start."""
         parts, offset = _parts(self.path), 0
         if not fresh and selection.since is not None:
             found = [(part, at) for part in parts if (at := offset_since(part, selection.since)) is not None]
@@ -227,7 +227,7 @@ class _Stream:
         return self._at_end and not self.path.parent.exists()
 
     def close(self) -> bytes:
-        """Close the file; return the text after the last newline, or b""."""
+        """Close the file; return the unread end of a line without newline, or b""."""
         if self._file is not None:
             self._file.close()
         rest, self._rest = self._rest, b""
@@ -298,7 +298,7 @@ class LogReader(Protocol):
 
 
 class FolderReader:
-    """A :class:`LogReader` of one folder ``logs``; files are read in a thread."""
+    """Reads and follows the logs in one folder, for an event loop: in a thread."""
 
     def __init__(self, logs: Path, selection: Selection) -> None:
         """Read the selected files below the folder ``logs``; open none before
@@ -439,11 +439,11 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _closed(streams: Iterable[_Stream]) -> list[LogLine]:
-    """Close the streams; return the unfinished last line of each that has one."""
+    """Close these logs; return the unfinished last line of each that has one."""
     return [_line(stream, rest) for stream in streams if (rest := stream.close())]
 
 
 def _line(stream: _Stream, text: bytes) -> LogLine:
-    """Return a line of this log as text, with its origin."""
+    """Return ``text``, a line of this log, with its replica, generation and rank."""
     replica, generation, rank = stream.name
     return LogLine(replica=replica, generation=generation, rank=rank, text=text.decode(errors="replace"))

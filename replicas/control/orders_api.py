@@ -75,8 +75,8 @@ def refusal(message: str, code: int, *, hint: str = "", **headers: str) -> Respo
 
 
 def unauthorized(why: str) -> Response:
-    """Return a 401 response with this text that also ends the connection, since earlier
-    requests on it may have had access."""
+    """Return a 401 response with the text ``why``. It also has the server close the
+    connection, since earlier requests on it may have had access."""
     return refusal(why, 401, **{"WWW-Authenticate": "Bearer", "Connection": "close"})
 
 
@@ -200,7 +200,7 @@ async def _body(request: Request) -> bytes:
 
 def _outcome(task: asyncio.Task[object]) -> Answer:
     """Return the answer to an order whose task is done: its result, or its error as
-    data."""
+    data; a bug becomes an InternalError."""
     error = task.exception()
     if error is None:
         return Answer(done=True, result=task.result())
@@ -223,10 +223,11 @@ def _code(answer: Answer) -> int:
 
 
 async def _answer(task: asyncio.Task[object], request: Request, access: Access, *, wait: bool) -> Response:
-    """Wait 0.25 s for the order's task, and return its answer if it has ended. Else
-    return 202, or, with ``wait``, a stream that has the answer at its end.
+    """Wait 0.25 s for the order's task, and return its answer if it has ended. If it
+    has not, return 202 or, with ``wait``, a stream that has the answer at its end.
 
-    :param access: the stream ends when the request's access ends.
+    :param access: checked before the stream begins (401 without access); the stream
+        ends when the request's access ends. The task goes on in both cases.
     """
     done, _ = await asyncio.wait({task}, timeout=QUICK_S)
     if done:
@@ -242,7 +243,7 @@ async def _answer(task: asyncio.Task[object], request: Request, access: Access, 
 
 
 async def _beats(task: asyncio.Task[object]) -> AsyncIterator[bytes]:
-    """Yield newlines until the task is done, then the answer as JSON."""
+    """Yield a newline every 2 s until the task is done, then its answer as JSON."""
     while not (await asyncio.wait({task}, timeout=BEAT_S))[0]:
         yield b"\n"
     yield msgspec.json.encode(_outcome(task), enc_hook=str)

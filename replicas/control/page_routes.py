@@ -54,7 +54,7 @@ def page_routes(source: Watched, access: Access) -> list[Route]:
     live = Live(source, shown=public)
 
     async def file(request: Request) -> Response:
-        """Answer with one file of the page."""
+        """Answer with one file of the page, or 404."""
         return file_response(request, request.path_params["name"])
 
     async def document(_: Request) -> Response:

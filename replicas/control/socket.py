@@ -64,8 +64,10 @@ class ControlSocket:
         self._inode: tuple[int, int] | None = None
 
     async def __aenter__(self) -> Self:
-        """Create the socket's file, and serve. Raise WorldError if it cannot be
-        created."""
+        """Create the socket's file, serve on the running loop, and return this object.
+
+        :raises WorldError: the file cannot be created, or another process serves there.
+        """
         listener = self._listen()
         rules = PortRules(self._refused, lambda _: True, AllowedHosts("localhost", ""))
         self._server = Server(listener, self._routes, rules, turns_away=self._turns_away)
@@ -80,7 +82,7 @@ class ControlSocket:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the server, and remove the socket's file."""
+        """End the server and its connections, and remove the socket's file."""
         if self._server is not None:
             await self._server.aclose()
         self._remove()

@@ -35,7 +35,10 @@ linux.require()
 
 
 def __getattr__(name: str) -> object:
-    """Return an exported name, and import its module when first used."""
+    """Return the exported object called ``name``; import its module at the first use.
+
+    :raises AttributeError: the package exports nothing of that name.
+    """
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

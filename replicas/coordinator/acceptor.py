@@ -171,8 +171,7 @@ class Acceptor:
     def _no_room(self) -> None:
         """Make room when the process has no descriptor left.
 
-        Close the connection that waits longest; if none waits, pause accepting for a
-        moment.
+        Close the connection that waits longest; if none waits, accept none for 0.1 s.
         """
         if (one := self._lobby.oldest()) is not None:
             self._refuse(one, "too_many")
@@ -191,9 +190,10 @@ class Acceptor:
         self._poll.register(one.sock.fileno(), _WATCHED)
 
     def _keep(self, one: _Waiting) -> None:
-        """Add a connection to the lobby, unwatched; close an older one if it is full.
+        """Add a connection to the lobby, the set of those that wait, unwatched.
 
-        Also have :meth:`_sweep` called soon, which closes those whose deadline is over.
+        If the lobby is full, an older connection in it is refused and closed. Also have
+        :meth:`_sweep` called soon, which closes those whose deadline is over.
         """
         if (gone := self._lobby.add(one, one.source)) is not None:
             self._refuse(gone, "too_many")
@@ -214,7 +214,7 @@ class Acceptor:
     def _sweep(self) -> None:
         """Close waiting connections whose deadline is over; a timer calls it.
 
-        It calls itself again while connections wait.
+        It has itself called again while connections wait.
         """
         now = self._loop.time()
         for one in self._lobby:
@@ -262,18 +262,21 @@ class Acceptor:
         return True
 
     def _peeked(self, one: _Waiting) -> bytes:
-        """Return the bytes that a connection has sent.
+        """Return the bytes that a connection has sent, 16 KiB at most, unread.
 
-        They stay in the kernel's buffer.
+        They stay in the kernel's buffer. ``b""`` means that the peer sends no more.
 
-        :raises BlockingIOError: none have come yet.
+        :raises BlockingIOError: none have come yet. :raises OSError: it has failed.
         """
         data = one.sock.recv(_USUAL_NBYTES, _LOOK)
         # the first read was full, so there may be more
         return one.sock.recv(HEAD_NBYTES, _LOOK) if len(data) == _USUAL_NBYTES else data
 
     def _answer(self, one: _Waiting, data: bytes) -> None:
-        """Send ``data`` as the whole answer, what fits without waiting, and close."""
+        """Send ``data``, a whole HTTP response, and close the connection.
+
+        Does not wait: bytes that the socket does not take now are lost.
+        """
         with contextlib.suppress(OSError):
             for _ in range(_DRAINED):  # unread bytes at the close would reset the connection and lose the answer
                 if len(one.sock.recv(HEAD_NBYTES, _NOW)) < HEAD_NBYTES:
@@ -298,7 +301,7 @@ class Acceptor:
             self._poll.unregister(one.sock.fileno())
 
     def _leave(self, one: _Waiting) -> None:
-        """Remove a connection from the lobby and from the queue; do not close it."""
+        """Remove a connection from the waiting ones and the queue; do not close it."""
         self._lobby.discard(one)
         self._ready.pop(one, None)
 
@@ -317,9 +320,10 @@ class Acceptor:
     # ------------------------------------------------------------ turns
 
     def _queue_for_turn(self, one: _Waiting) -> None:
-        """Queue a connection without a token, or a TLS handshake, for :meth:`_serve`.
+        """Queue a connection until :meth:`_serve` passes it on, in order of arrival.
 
-        It is no longer watched for bytes; its deadline stays.
+        It has no token, or begins a TLS handshake. It is no longer watched for bytes;
+        its deadline stays.
         """
         self._unwatch(one)
         if one not in self._lobby:
@@ -345,7 +349,7 @@ class Acceptor:
         self._later(rest_s, self._serve)
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
-        """Call ``what`` after so many seconds on the loop.
+        """Have the loop call ``what`` after so many seconds; do not wait.
 
         Do nothing if a call of ``what`` is scheduled already, at whatever time.
         """

@@ -23,7 +23,9 @@ def _info_nbytes(info: Mapping[str, str]) -> int:
 
 
 def _under_way(channel: ChannelState, publish: Publish, now: float) -> PublishStatus:
-    """Return the status of a publish without a verdict, with members it waits for.
+    """Return the status of a publish that is neither committed nor failed yet.
+
+    It names some of the members that the publish waits for, and counts all of them.
 
     :param now: loop time, for the seconds since its begin and until its deadline.
     """
@@ -71,7 +73,7 @@ def channel_waits(channels: Iterable[ChannelState], now: float) -> dict[str, str
 
 
 def _versions(channel: ChannelState) -> Iterator[VersionStatus]:
-    """Yield the versions whose decisions are on disk, the newest first."""
+    """Yield the status of each version whose commit is on disk, the newest first."""
     ledger, rounds = channel.told.ledger, channel.load_rounds
     serving: dict[int, list[str]] = {}
     for group, replica in sorted(rounds.replicas):

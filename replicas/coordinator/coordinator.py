@@ -83,15 +83,14 @@ class Coordinator:
     :param certificate: PEM file of the certificate for TLS; default: one that this
         class makes, whose key :attr:`token` names.
     :param key: PEM file of the certificate's key; default: it is in the same file.
-    :param state_dir: folder for the decision log, and the key that is made for TLS;
-        None keeps both in memory only.
+    :param state_dir: folder of decision log and self-made TLS key; None: in memory.
     :param epochs: newest epoch of each channel under an earlier coordinator of the run;
         epoch numbers continue from there.
     :param routes: further Starlette routes to serve.
     :param live: result of ``GET /livez``, also under a flood; None: see ``routes``.
     :raises errors.BadConfig: the channels are not valid, by the rules of a config file.
     :raises errors.UsageError: another argument is not valid.
-    """
+    :raises errors.WorldError: another coordinator has the decision log."""
 
     def __init__(
         self,
@@ -169,11 +168,10 @@ class Coordinator:
         """``host:port`` of the control port; set on entry."""
 
     async def __aenter__(self) -> Self:
-        """Open the control port and start the store.
+        """Open the control port, start the master TCPStore, and return this object.
 
-        :raises errors.WorldError: a port is in use, or the store did not start. Create
-            a new coordinator to try again.
-        """
+        :raises errors.WorldError: a port is in use, or the store did not start. All is
+            closed again: create a new coordinator to try again."""
         own_loop.require("a coordinator")
         try:
             listener = bind_listener(self._listens.host, self._listens.port, or_any=self._listens.any_port)
@@ -207,7 +205,7 @@ class Coordinator:
         return self
 
     async def store_started(self) -> None:
-        """Wait until the store is up. Raise WorldError if it does not start."""
+        """Wait until the master TCPStore is up; WorldError: it could not start."""
         assert self._starting is not None
         await asyncio.shield(self._starting)
 
@@ -220,7 +218,8 @@ class Coordinator:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End sessions, port, store and log; wait for the ends."""
+        """End sessions, port and store, and wait for that. Delete the decision log,
+        unless after an error or with :attr:`keep_decisions`."""
         own_loop.unregister_loop(self)
         if self._tick is not None:
             await cancelled(self._tick)
@@ -232,23 +231,24 @@ class Coordinator:
         self._decisions.close(remove=error is None and not self.keep_decisions)
 
     def start(self) -> Self:
-        """Run it in a thread, like :meth:`in_thread`, until :meth:`close` or exit.
+        """Start it on an event loop in a thread, and return it when its ports are open.
+
+        It runs until :meth:`close` or the end of the process.
 
         :raises errors.WorldError: a port is in use, or the store did not start.
-        :raises errors.UsageError: it was started before.
-        """
+        :raises errors.UsageError: it was started before."""
         return self.in_thread().__enter__()
 
     def close(self) -> None:
-        """End the thread of :meth:`start` or :meth:`in_thread`, if there is one.
+        """End the thread of :meth:`start` or :meth:`in_thread`, if any; wait for that.
 
-        :raises errors.ReplicasError: its event loop had ended before.
-        """
+        :raises errors.InternalError: it lasts over 30 s. An error that has ended its
+            loop before is raised, too."""
         if self._thread is not None:
             self._thread.close()
 
     def in_thread(self) -> AbstractContextManager[Self]:
-        """Run it on an event loop in a thread of its own, for programs that block.
+        """Return a context manager that runs it on an event loop in its own thread.
 
         ::
 
@@ -261,8 +261,7 @@ class Coordinator:
         and :attr:`token` may be read on any thread; all else of it belongs to its own.
 
         :raises errors.WorldError: a port is in use, or the store did not start.
-        :raises errors.UsageError: it is in a thread already.
-        """
+        :raises errors.UsageError: it is in a thread already."""
         if self._thread is not None:
             raise errors.UsageError("in_thread: this coordinator was started before", hint="make a new Coordinator")
         self._thread = LoopThread(self)
@@ -285,7 +284,7 @@ class Coordinator:
 
     @property
     def store_address(self) -> tuple[str, int]:
-        """``(host, port)`` of the master TCPStore; another after a replacement."""
+        """``(host, port)`` of the master TCPStore; its replacement has another port."""
         return self._store.address
 
     @property
@@ -295,7 +294,7 @@ class Coordinator:
 
     @property
     def store_pid(self) -> int | None:
-        """Pid of the store process, or None."""
+        """Pid of the master TCPStore's process, or None while there is none."""
         return self._store.pid
 
     @property
@@ -304,17 +303,16 @@ class Coordinator:
         return self.engine.lag_s
 
     def subscribe(self, callback: Callable[[Event], None]) -> None:
-        """Call ``callback(event)`` on the loop after each change; it must not block.
+        """Add a function that the loop calls with each later event; it must not block.
 
         What it raises is logged, and ends nothing here. But a ``KeyboardInterrupt`` or
-        ``SystemExit`` on the program's main thread ends its event loop afterwards.
-        """
+        ``SystemExit`` on the program's main thread ends its event loop afterwards."""
         self.engine.subscribe(callback)
 
     def readiness(self, group: str, replica: int, generation: int, *, external: bool = False) -> Readiness:
-        """Return whether this generation has joined and loaded, or what is missing.
+        """Return whether a generation (one start) of a replica is ready, and why not.
 
-        :param external: another launcher starts it; members of all generations count.
+        :param external: another launcher starts it: members of all generations count.
         """
         world = self._shapes.get(group, GroupShape()).world_size
         now = asyncio.get_running_loop().time()
@@ -322,8 +320,8 @@ class Coordinator:
         return self._book.of(channels, group, replica, generation, world, now, external=external)
 
     def expect(self, members: Mapping[str, Collection[Member]], told: Tally | None = None) -> None:
-        """Set the members, by channel, for which recovery waits. ``told`` counts the
-        run's events so far: it has the commits that were reported already."""
+        """Replace the members, by channel, whose return recovery waits for. ``told``
+        counts the run's events so far: it has the commits that were reported."""
         for name, channel in self.engine.channels.items():
             channel.recovery.expect(members.get(name, ()), (told or Tally()).commits.get(name, ()))
 
@@ -333,7 +331,7 @@ class Coordinator:
         return any(channel.recovery.active for channel in self.engine.channels.values())
 
     def joined(self, group: str) -> dict[int, frozenset[str]]:
-        """Return the present members' ids (incarnations) by index of their replica."""
+        """Return ids (incarnations) of the group's present members, by replica."""
         found: dict[int, set[str]] = {}
         for channel in self.engine.channels.values():
             for replica, incarnations in channel.roster.joined(group).items():
@@ -341,12 +339,12 @@ class Coordinator:
         return {replica: frozenset(incarnations) for replica, incarnations in sorted(found.items())}
 
     def forget(self, group: str, replica: int) -> None:
-        """Prepare for a new start of an external replica: wait again for the members
-        that have left, and end its drain."""
+        """Prepare for a new start of an external replica: ranks that have left count as
+        missing again, and its drain ends."""
         self.engine.change_all(lambda channel, now: channel.start_new_life(group, replica, now))
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
-        """Remove the members of this and earlier generations, which have ended."""
+        """Remove members of this and earlier generations: they ended for ``reason``."""
         self.engine.change_all(lambda channel, now: channel.end_replica(group, replica, generation, reason, now))
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
@@ -360,11 +358,13 @@ class Coordinator:
         return next((text for text in words if text), "")
 
     def waits(self) -> dict[str, str]:
-        """Return texts of what channels and open publishes wait for, by name."""
+        """Return texts of what each channel, and each open publish, waits for, by name,
+        as ``{"version 7 of policy": "for rollout/0/0, 12 s at most"}``."""
         return channel_waits(self.engine.channels.values(), asyncio.get_running_loop().time())
 
     def progress(self, group: str, replica: int) -> tuple[int, ...]:
-        """Return three numbers a channel: its newest step, version and operation."""
+        """Return a replica's progress, as a flat tuple of three numbers a channel:
+        newest step (-1: none), newest version, count of operations without a step."""
         return tuple(mark for channel in self.engine.channels.values() for mark in channel.marks.of(group, replica))
 
     def set_group(self, group: str, shape: GroupShape) -> None:
@@ -390,7 +390,7 @@ class Coordinator:
         return dict.fromkeys(REASONS, 0) | self.engine.refusals
 
     def sidecar_replacements(self) -> dict[str, int]:
-        """Return how many sidecars were killed and replaced, by reason."""
+        """Return how often members' helper processes were replaced, by reason."""
         return dict(self._tally.sidecars)
 
 
@@ -398,8 +398,8 @@ class Coordinator:
 
 
 def _port_key(host: str, tls: object, certificate: object, key: object, home: Path | None) -> PortKey | None:
-    """Return the TLS key that Coordinator's arguments name or make; None for no TLS.
-    ``home`` is the state folder, in which a key that is made is kept."""
+    """Return the TLS key that Coordinator's arguments name or make; None for no TLS. A
+    new key is kept in ``home``, the state folder. UsageError: they cannot be used."""
     if tls not in ("auto", "on", "off"):
         raise errors.UsageError(f'tls must be "auto", "on" or "off", not {shown(tls)}')
     if tls == "off" or (tls == "auto" and certificate is None and is_loopback(host)):
@@ -430,14 +430,14 @@ def _tokens(given: object, port_key: PortKey | None, host: str) -> Tokens:
 
 
 def _mapping(what: str, value: object) -> Mapping[Any, Any]:
-    """Return the mapping ``value`` ({} for None); else UsageError about ``what``."""
+    """Return ``value``, or {} for None; other types raise UsageError."""
     if value is not None and not isinstance(value, Mapping):
         raise errors.UsageError(f"{what} must be a mapping, not {shown(value)}")
     return value or {}
 
 
 def _shape(what: str, shape: object) -> GroupShape:
-    """Return ``shape`` checked, or made from a number of replicas; or UsageError."""
+    """Return ``shape``, or one of so many replicas; raise UsageError if not valid."""
     given = shape if isinstance(shape, GroupShape) else GroupShape(replicas=shape)  # type: ignore[arg-type]  # see below
     return GroupShape(
         replicas=arguments.integer(f"{what}: replicas", given.replicas, least=0, most=RANKS_MAX),

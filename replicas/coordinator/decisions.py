@@ -27,7 +27,9 @@ COMPACT_NBYTES = 1 << 20
 
 
 class DecisionLog:
-    """The decisions of all channels; in memory only if ``path`` is None.
+    """The log, on disk, of each channel's decisions (a commit, a label, a lease, ...).
+
+    The decisions are in memory only if ``path`` is None.
 
     :raises errors.WorldError: another coordinator has the file.
     """
@@ -163,10 +165,8 @@ class DecisionLog:
     def _compact(self) -> None:
         """Replace the file by a new one with the fewest decisions of the same effect.
 
-        Blocks.
-
-        The new one is locked and synced before. If that fails, keep the old one and
-        raise nothing.
+        Blocks. The new one is locked and synced before. If that fails, keep the old one
+        and raise nothing.
         """
         assert self._path is not None
         lines = b"".join(
@@ -191,7 +191,7 @@ class DecisionLog:
         self._fd, self._size, self._named = fd, len(lines), False  # the new name has yet to be synced
 
     def close(self, *, remove: bool = False) -> None:
-        """Close the log and release its lock.
+        """Close the log and release its lock. Without a file do nothing.
 
         :param remove: delete the file, because the run is over.
         """
@@ -203,9 +203,11 @@ class DecisionLog:
 
 
 def _sync_folder(path: Path) -> None:
-    """Wait until the entry of ``path`` in its folder is on the disk.
+    """Wait until the entry of ``path`` in its folder is on the disk; blocks.
 
-    Else a power cut could bring back an older file of that name.
+    Without it a power cut could bring back an older file of that name.
+
+    :raises OSError: it cannot be synced.
     """
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -57,7 +57,7 @@ SETTLE_S = 0.5
 
 
 class _PendingEffects:
-    """Pending effects of one channel; they do not block those of other channels."""
+    """Queue of one channel's effects (sends, decisions, events) still to be applied."""
 
     def __init__(self) -> None:
         """Begin with no effect pending."""
@@ -67,7 +67,7 @@ class _PendingEffects:
 
 
 class Engine:
-    """The channel states and sessions of a run."""
+    """Feeds messages, losses and ticks to a run's channels, and applies the effects."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class Engine:
     def _attach(
         self, session: MemberSession, connection: MemberConnection, received: int, welcome: wire.Welcome
     ) -> None:
-        """Send on ``connection`` now: ``welcome``, then messages after ``received``."""
+        """Use ``connection``: write ``welcome``, then messages above ``received``."""
         session.attach(connection, received, welcome)
         connection.on_bytes = lambda: self._heard(session)
 
@@ -209,7 +209,7 @@ class Engine:
             session.close()
 
     def _exited(self, session: MemberSession) -> None:
-        """Remove the member of an ended process, 0.25 s later if messages may come."""
+        """Remove the member of an ended process after its last messages, in 0.25 s."""
         if session.watch is not None:
             session.watch.close()
             session.watch = None
@@ -231,7 +231,7 @@ class Engine:
         self._apply(channel)
 
     def change_all(self, change: Callable[[ChannelState, float], None]) -> None:
-        """Call ``change(channel, loop time)`` for each channel; send and record."""
+        """Call ``change(channel, loop time)`` for each; carry out what follows."""
         for channel in self.channels.values():
             self.change(channel, change)
 
@@ -294,7 +294,7 @@ class Engine:
     # ------------------------------------------------------------ effects
 
     def _apply(self, channel: ChannelState) -> None:
-        """Carry out the channel's effects, up to a decision that cannot be written."""
+        """Apply queued effects until a write to disk fails; a later call goes on."""
         outlet = self._outlets[channel.config.name]
         outlet.due.extend(channel.take_effects())
         if outlet.applying:  # called by _do(): the loop below continues with it
@@ -328,7 +328,7 @@ class Engine:
         return True
 
     def _do(self, channel: ChannelState, effect: Effect) -> None:
-        """Carry out one effect (send, sweep, keep, ...); or pass on an event."""
+        """Carry out one effect (send, sweep, keep); pass an event to subscribers."""
         if self.tap is not None:
             self.tap(channel, effect)
         match effect:

@@ -22,7 +22,7 @@ class NotYet(Exception):
 
 
 class HelloChecks:
-    """Checks the Hellos of one run."""
+    """Checks each Hello, the first message of a member that joins, in one run."""
 
     def __init__(
         self,

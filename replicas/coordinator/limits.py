@@ -58,12 +58,15 @@ One = TypeVar("One", bound=Hashable)
 
 
 class RateLimit:
-    """The account of loop time of one connection, or of all strangers."""
+    """Limits the share of the loop's time of one connection, or of all without a token.
+
+    Its *account* is the time in seconds that they may still use now.
+    """
 
     def __init__(self, now: float, share: float = LOOP_SHARE) -> None:
-        """Begin with a full account at loop time ``now``.
+        """Begin at loop time ``now``, with 0.5 s of loop time to be used at once.
 
-        :param share: seconds of loop time that the account gets for each second.
+        :param share: seconds of loop time to be used in each further second.
         """
         self._share = share
         self._account_s = LOOP_BURST_S
@@ -73,10 +76,10 @@ class RateLimit:
         self.flooded = False
 
     def charge(self, used_s: float, now: float) -> float:
-        """Take ``used_s`` of loop time from the account.
+        """Record the use of ``used_s`` of the loop's time; do not wait.
 
-        Before, the account gets its share of the time since the last call. Return for
-        how many seconds the caller must not serve the connection, usually 0.
+        Return for how many seconds the caller must not serve the connection, usually 0:
+        until its share of real time has made up for its use.
 
         :param now: loop time.
         """

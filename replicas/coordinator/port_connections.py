@@ -81,13 +81,12 @@ def names_of(head: bytes) -> list[str]:
 
 
 def head_nbytes(data: bytes) -> int:
-    """Return the length of the request head at the start of ``data``; 0 if
-    incomplete."""
+    """Return the length of the request head that begins ``data``; 0 if incomplete."""
     return min((at + len(end) for end in _ENDS if (at := data.find(end)) >= 0), default=0)
 
 
 class PortRules:
-    """The access rules of one port, and the strangers connected to it."""
+    """The access rules of one port, and its connections without token (*strangers*)."""
 
     def __init__(
         self,
@@ -127,7 +126,7 @@ class PortRules:
 
 
 class Port(Protocol):
-    """The server to which a visit belongs."""
+    """The server that accepted a :class:`PortConnection`, as the connection uses it."""
 
     rules: PortRules
     sockets: Mapping[str, SocketRoute]
@@ -137,14 +136,14 @@ class Port(Protocol):
         """Return a new protocol that serves HTTP pages on the connection ``visit``."""
 
     def serve(self, route: SocketRoute, websocket: WebSocket) -> None:
-        """Start a task that serves a WebSocket by its route."""
+        """Start a task that serves a WebSocket by its route; do not wait for it."""
 
     def turns_away(self, transport: asyncio.Transport) -> bytes:
         """Return the bytes of a response that refuses this connection, or ``b""``."""
 
 
 class PortConnection(asyncio.Protocol):
-    """The protocol of one connection until it becomes a WebSocket or closes."""
+    """The protocol of one accepted connection until it is a WebSocket, or closes."""
 
     transport: asyncio.Transport
 
@@ -265,9 +264,9 @@ class PortConnection(asyncio.Protocol):
         return b""
 
     def _upgrade(self, route: SocketRoute, head: bytes, rest: bytes) -> None:
-        """Turn the connection into a WebSocket.
+        """Turn the connection into a WebSocket, and start a task that serves it.
 
-        Have it served unless the route refuses it.
+        If the route refuses the request, or it is malformed, it is answered and closed.
 
         :param head: the request. :param rest: bytes that came behind it.
         """
@@ -291,9 +290,9 @@ class PortConnection(asyncio.Protocol):
         self._say(answer(status, text))
 
     def _say(self, data: bytes) -> None:
-        """Write ``data``, a whole response, and close.
+        """Write ``data``, a whole response, and close; do not wait.
 
-        Abort after 5 s if it is not read.
+        Abort after 5 s if the peer does not read it.
         """
         self._cancel_timer()
         self.transport.write(data)
@@ -301,7 +300,10 @@ class PortConnection(asyncio.Protocol):
         self._start_timer(STALL_TIMEOUT_S)
 
     def charge_answer(self) -> None:
-        """Charge the time since its admission to the account of all strangers."""
+        """Charge the time from this connection's turn on to the strangers' limit.
+
+        All connections without a token (strangers) share one limit of the loop's time.
+        """
         self.rules.pace.charge(time.perf_counter() - self._began, self._loop.time())
 
     def finish(self, kind: str) -> None:
@@ -383,10 +385,10 @@ class PortConnection(asyncio.Protocol):
 
 
 class Pages:
-    """ASGI middleware: charges strangers, and closes after one answer to them.
+    """ASGI middleware: charges connections without a token (strangers) for their time.
 
-    A request target with scheme and host is reduced to its path; its host replaces the
-    header.
+    A stranger's connection closes after one answer. A request target with scheme and
+    host is reduced to its path; its host replaces the header.
     """
 
     def __init__(self, app: Any) -> None:
@@ -396,8 +398,8 @@ class Pages:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one ASGI request by the wrapped application.
 
-        A stranger's response is charged to the strangers' account, and closes its
-        connection.
+        A stranger's response is charged to the limit of all strangers, and closes its
+        connection. Errors of the application are raised.
         """
         visit: PortConnection = scope["state"].pop(KEY)
         raw = scope["raw_path"]
@@ -410,9 +412,8 @@ class Pages:
         async def send_once(message: Any) -> None:
             """Send a message of the response.
 
-            Charge a stranger at the response's start.
-
-            Its connection then closes after the response.
+            At the start of a response to a stranger, also charge the stranger for its
+            time, and have the connection closed after the response.
             """
             if visit.is_stranger and message["type"] == "http.response.start":
                 visit.charge_answer()

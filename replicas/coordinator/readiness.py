@@ -74,7 +74,10 @@ class ReadinessBook:
         *,
         external: bool = False,
     ) -> Readiness:
-        """Return whether one generation of a replica is ready; remember that if it is.
+        """Return whether one generation of a replica is ready, with the reasons if not.
+
+        If it is ready, that is recorded: it stays ready when newer versions are
+        committed that it has not loaded.
 
         :param channels: all channels of the run; those of other groups are skipped.
         :param generation: the start of the replica that is asked about.

@@ -141,10 +141,11 @@ def _refused_frame(error: errors.ReplicasError) -> bytes:
 
 
 async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket) -> None:
-    """Handle a connection's messages until it ends, or the session has another one.
+    """Handle a connection's messages until it ends, or its session leaves it.
 
-    Then the session is detached, and queued messages are written for up to 1 s. The
-    session writes to the connection without this task.
+    A session leaves it by its own end, or for another connection; at its end, queued
+    messages are still written, for up to 1 s. Then the session is detached; after bad
+    input the connection is closed. The session writes to it without this task.
     """
     over = session.over
     reader = asyncio.create_task(_read(engine, session, websocket, over))
@@ -404,9 +405,9 @@ class Server:
             websocket.close()
 
     async def aclose(self) -> None:
-        """Stop accepting, and close the listener.
+        """Stop accepting, close the listener, and abort all connections.
 
-        Abort all connections, and wait until their tasks have ended.
+        Wait until their tasks have ended, without a time limit.
         """
         if self._acceptor is not None:
             self._acceptor.close()

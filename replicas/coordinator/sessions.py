@@ -129,9 +129,9 @@ class MemberSession:
     def send(self, message: FromCoordinator, body: bytes | None = None) -> bool:
         """Queue a message for the member; the loop writes it in this iteration.
 
-        Without a connection it waits for the next one. Return False if too much was
-        unacknowledged before it, so that the caller must drop the member; it is queued
-        even then.
+        Without a connection it waits for the next one; an Ack, Welcome or Refused is
+        dropped. Return False if too much was unacknowledged before it, so that the
+        caller must drop the member; it is queued even then.
 
         :param body: the encoded message, if there is one already.
         """
@@ -180,9 +180,8 @@ class MemberSession:
     def flush(self) -> None:
         """Write queued messages until the connection's buffer is full.
 
-        Wake :meth:`written`.
-
-        Called on the loop, and by the connection when its buffer has room again.
+        Also wake :meth:`written`. Called on the loop, and by the connection when its
+        buffer has room again.
         """
         self._flush_due = False
         connection = self.connection
@@ -209,9 +208,7 @@ class MemberSession:
         return frames
 
     async def written(self, connection: MemberConnection) -> None:
-        """Wait until the connection has taken all messages queued for it.
-
-        No time limit.
+        """Wait, without limit, until the connection has taken all its queued messages.
 
         Return immediately if the session has another connection.
         """
@@ -220,12 +217,10 @@ class MemberSession:
             await self._news.wait()
 
     def detach(self, connection: MemberConnection) -> bool:
-        """Stop writing to ``connection``, which has ended.
+        """Stop writing to ``connection``, which has ended, and call :attr:`on_detach`.
 
-        Keep messages for the next one.
-
-        Calls :attr:`on_detach`. Return False, and do nothing, if another connection has
-        replaced it.
+        Unacknowledged messages are kept for the next connection. Return False, and
+        change nothing, if another connection has replaced it.
         """
         present = self.connection is connection
         if present:
@@ -236,9 +231,10 @@ class MemberSession:
         return present
 
     def close(self) -> None:
-        """End the session; queued messages are still written.
+        """End the session: set :attr:`over`, and stop the watch of its process.
 
-        The server then ends the connection. The watch of the member's process stops.
+        The server then still writes queued messages, for 1 s at most, and ends the
+        connection.
         """
         self.over.set()
         self._news.set()
@@ -248,7 +244,7 @@ class MemberSession:
 
 
 class ProcessWatch:
-    """Reports the end of a local process by pidfd.
+    """Reports the end of a local process, found by pidfd, to a callback.
 
     Its sockets do not show the end: forked children may keep them open.
 

@@ -64,7 +64,7 @@ class StoreWatcher:
 
     @property
     def up(self) -> bool:
-        """Whether the store process is up, as far as known."""
+        """True if the store process listens, and was not found dead or silent since."""
         return self._life.state == "up"
 
     @property
@@ -75,8 +75,9 @@ class StoreWatcher:
     async def resolve(self) -> None:
         """Replace the host name to bind to by its IP address, to give to members.
 
-        Waits for the name service. :raises errors.WorldError: the name has no address
-        here.
+        Waits for the name service, 20 s at most.
+
+        :raises errors.WorldError: the name has no address here.
         """
         self._bind = await _resolved(self._bind)
         self.address = (self._bind, self._port)
@@ -160,6 +161,7 @@ class StoreWatcher:
 
         :param prefixes: keys of the store under these are deleted first; none is a
             ping.
+        :returns: the reply; its ``error``, if set, says why the store must be replaced.
         :raises TimeoutError: no reply came. :raises ConnectionError: the store is down.
         """
         async with asyncio.timeout(REPLY_TIMEOUT_S), self._turn:
@@ -218,7 +220,7 @@ class StoreWatcher:
     async def _respawn(self) -> None:
         """Start store processes, each on a new port, until one is up.
 
-        Wait longer each time.
+        The delay before each grows up to 5 s. A failed start is logged.
         """
         now = asyncio.get_running_loop().time
         while not self.up:
@@ -230,9 +232,9 @@ class StoreWatcher:
                 log.warning("retrying to start the rendezvous store (a TCPStore): %s", error)
 
     def replace(self, address: tuple[str, int]) -> None:
-        """Kill the store's process if it listens at ``address``.
+        """Kill the store's process if it listens at ``address``; another is started.
 
-        The watch starts another.
+        Do nothing if it has another address by now. Does not wait.
         """
         if self.up and address == self.address and self._process is not None:
             log.warning("replacing the rendezvous store at %s:%d: a process other than members wrote to it", *address)
@@ -244,9 +246,8 @@ class StoreWatcher:
     def sweep(self, prefix: str) -> None:
         """Have all keys under ``prefix`` deleted soon, and again after 30 s.
 
-        Does not wait.
-
-        The second time is for keys that a dying process has written after the first.
+        Does not wait. The second time is for keys that a dying process has written
+        after the first.
         """
         self._sweep_soon(prefix)
         asyncio.get_running_loop().call_later(STRAGGLER_S, self._sweep_soon, prefix)
@@ -257,11 +258,10 @@ class StoreWatcher:
         self._sweep_due.set()
 
     async def _sweep_forever(self) -> None:
-        """Have the process delete the keys under queued prefixes.
+        """Have the process delete the keys under queued prefixes, for ever.
 
-        A task of :meth:`start`.
-
-        If the process does not answer, they stay queued.
+        A task of :meth:`start`. If the process does not answer, they stay queued until
+        a further prefix comes.
         """
         while True:
             await self._sweep_due.wait()
@@ -292,9 +292,7 @@ class StoreWatcher:
             log.error("leaving behind the process of the rendezvous store, %d: SIGKILL has not ended it", process.pid)
 
     async def aclose(self) -> None:
-        """Cancel the tasks that watch the process.
-
-        Kill it, and wait 5 s at most for its end.
+        """Cancel the tasks that watch the process; kill it; wait up to 5 s for its end.
 
         Its keys are lost.
         """

@@ -13,13 +13,12 @@ log = Log("replicas.coordinator")
 
 
 def _end_program(error: BaseException) -> None:
-    """Raise ``error`` from a callback of the program's event loop, which ends the
-    loop."""
+    """Raise ``error``: called by the program's event loop, that ends the loop."""
     raise error
 
 
 class Subscribers:
-    """Calls its functions with each event, in the order in which they were added."""
+    """The functions that are called with each event, in the order of their adding."""
 
     def __init__(self) -> None:
         """Begin without functions."""

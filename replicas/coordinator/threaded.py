@@ -24,10 +24,11 @@ CLOSE_TIMEOUT_S = 30.0
 
 
 class LoopThread(Generic[T]):
-    """Holds ``what`` open on its loop until :meth:`close`, or the end of the process.
+    """Holds ``what``, an async context manager, open on an event loop in a new thread.
 
-    As a context manager it returns ``what``. The program need not keep a reference. If
-    the loop ends before, that is logged immediately, and raised by :meth:`close`.
+    That lasts until :meth:`close`, or the end of the process. As a context manager it
+    returns ``what``. The program need not keep a reference. If the loop ends before,
+    that is logged immediately, and raised by :meth:`close`.
     """
 
     def __init__(self, what: T) -> None:
@@ -43,9 +44,9 @@ class LoopThread(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="replicas-coordinator", daemon=True)
 
     def __enter__(self) -> T:
-        """Start the thread.
+        """Start the thread; return ``what`` once it is entered on the thread's loop.
 
-        Return ``what``, once it is entered on the thread's loop.
+        Blocks, and raises, as :meth:`start` does.
         """
         self.start()
         return self._what
@@ -78,7 +79,8 @@ class LoopThread(Generic[T]):
         second call waits again, as does the end of the process.
 
         :param error: passed to the exit of ``what``; with it, no other error is raised.
-        :raises errors.InternalError: its loop had ended before, or does not end.
+        :raises errors.InternalError: the thread does not end in time. An error that has
+            ended its loop is raised, too.
         """
         if self._pid != os.getpid() or self._closed:  # a forked child has no such thread
             return

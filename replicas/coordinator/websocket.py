@@ -78,7 +78,7 @@ class SocketRoute(BaseRoute):
 
 
 class _Inbox:
-    """Unhandled messages of a connection.
+    """Messages and fragments that a connection has received, not yet handled.
 
     :ivar full: stop reading from the connection. :ivar ended: it has ended.
     """
@@ -128,7 +128,7 @@ class _Inbox:
 
 
 class WebSocket(asyncio.BufferedProtocol):
-    """The protocol of one connection, from its request on.
+    """The asyncio protocol of one WebSocket connection, from its upgrade request on.
 
     :ivar headers: of its request, with names in lower case.
     """
@@ -260,7 +260,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._inbox.end()
 
     def connection_lost(self, _: Exception | None) -> None:
-        """End :meth:`receive` after the last message, and call ``left``."""
+        """End :meth:`receive` after the last message; call the function ``left``."""
         if self._resting is not None:
             self._resting.cancel()
         self._inbox.end()
@@ -286,7 +286,10 @@ class WebSocket(asyncio.BufferedProtocol):
         self._writable = False
 
     def resume_writing(self) -> None:
-        """Note that the write buffer has room, and call :attr:`on_writable`."""
+        """Note that the write buffer has room, and call :attr:`on_writable`.
+
+        The transport calls it.
+        """
         self._writable = True
         self.on_writable()
 
@@ -315,11 +318,9 @@ class WebSocket(asyncio.BufferedProtocol):
     # ------------------------------------------------------------ the end
 
     def close(self, code: int = 1000, text: str = "") -> None:
-        """Start to close the connection.
+        """Start to close the connection; do not wait. After 1 s it is aborted.
 
-        After 1 s abort it if the peer does not answer.
-
-        Does not wait. :param code: WebSocket close code, with ``text`` as its reason.
+        :param code: WebSocket close code. :param text: its reason, cut to 120 bytes.
         """
         if self._conn.state is State.OPEN:
             # the limit may cut a character

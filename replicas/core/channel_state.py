@@ -50,7 +50,7 @@ from replicas.messages.version_orders import VersionOrder
 
 
 class ChannelState:
-    """State of one channel. ``now`` arguments are seconds of a monotonic clock."""
+    """State of a channel: members, versions, operations. ``now``: monotonic seconds."""
 
     operations: Operations
     serving: Serving
@@ -166,7 +166,7 @@ class ChannelState:
     def welcome(self, state: MemberState, received: int) -> wire.Welcome:
         """Return the Welcome (the answer to a member's Hello), for the caller to send.
 
-        Note that the member is told the present heartbeat interval in it.
+        Record that the member was told the present heartbeat interval, which is in it.
 
         :param received: number of the last message that came from the member.
         """
@@ -246,7 +246,7 @@ class ChannelState:
         self._advance_all(now)
 
     def read(self, effect: Read, found: Joined | errors.ReplicasError, now: float) -> None:
-        """Store the result of a Read effect, for which manifests were decoded.
+        """Store the result of a Read effect, for which manifests were decoded; go on.
 
         :param found: the joined manifest, or the error of reading it.
         """
@@ -261,7 +261,10 @@ class ChannelState:
         self._advance_all(now)
 
     def store_moved(self, now: float) -> None:
-        """Form process groups over the new store that were forming over the old one."""
+        """Begin again, over the new store, with process groups that were forming.
+
+        Groups that have formed stay.
+        """
         self.operations.store_moved(now)
         self._advance_all(now)
 
@@ -284,7 +287,8 @@ class ChannelState:
                 self.lose(state.member, reason, now)
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
-        """Drain this generation: it gets no new work, and finishes its own."""
+        """Drain this generation and earlier ones: they get no new work, and ReplicaIdle
+        is queued once they have finished their own."""
         self.drains.start_drain(group, replica, generation)
         self.lockstep.touch((group, replica))
         self._advance_all(now)
@@ -339,7 +343,8 @@ class ChannelState:
     def _admit(self, now: float) -> None:
         """Admit members that have joined or caught up, in a new epoch.
 
-        Do nothing while a version is transferred or a collective runs.
+        A member need not catch up with a version that nobody has any more. Do nothing
+        while the newest version is transferred or a collective runs.
         """
         if self.commits.main is not None or self.operations.running_collective:  # members of these must not change
             return

@@ -28,7 +28,8 @@ class Drains:
 
         :param context: gets the events.
         :param commits: tells what a replica publishes or receives now.
-        :param rounds: tell what it loads. :param operations: tell what it runs.
+        :param rounds: tell what it loads.
+        :param operations: tell what it runs.
         """
         self._context = context
         self._commits, self._rounds, self._operations = commits, rounds, operations
@@ -40,7 +41,9 @@ class Drains:
     def start_drain(self, group: str, replica: int, generation: int) -> None:
         """Mark the members of this generation, and of earlier ones, as draining.
 
-        They get no new work. :meth:`advance` reports the replica once it has none.
+        They, and ranks of these generations that join later, get no new work.
+        :meth:`advance` reports the replica once it has none, unless no member is here
+        now.
         """
         self._ending[group, replica] = generation
         states = self._of(group, replica, generation)

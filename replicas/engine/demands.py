@@ -68,7 +68,8 @@ class Answer:
 
     :param possible: returns the versions with which the server may answer now.
     :param demand: None: any version will do.
-    :ivar began: its status was sent. :ivar cut: another version could answer.
+    :ivar began: its status was sent.
+    :ivar cut: it was cut off, as a version that is not demanded could answer.
     """
 
     def __init__(self, possible: Callable[[], Set[int]], demand: Demand | None) -> None:

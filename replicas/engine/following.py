@@ -331,8 +331,8 @@ class Follower:
         took, for the limit and the time of the next load.
 
         :raises Refused: the model is unchanged; the server was resumed with it.
-        :raises replicas.errors.ReplicasError: any other failure; the gate is shut then,
-            and the server left paused.
+        :raises replicas.errors.ReplicasError: any other failure. The gate is shut then,
+            and the server left paused; only a failed warm-up comes after the resume.
         """
         engine, gate, mode, began = self._engine, self._gate, self._plan.mode, time.monotonic()
         limit_s = self._load_timeout_s
@@ -430,6 +430,8 @@ class Follower:
 
         Before its first version, first wait until the engine has warmed up, for 300 s
         at most.
+
+        :raises replicas.errors.SyncError: the engine is gone; the gate is not opened.
         """
         gate = self._gate
         if gate is None:

@@ -212,7 +212,9 @@ class Engine(Protocol):
         """Have the server compute an answer, and wait for it, before its gate first
         opens.
 
-        The default does nothing.
+        The server has resumed by then. The default does nothing.
+
+        :raises replicas.errors.SyncError: the server is gone; the gate stays shut.
         """
         return
 

@@ -218,7 +218,7 @@ class LivenessWatch:
 
 class EngineHealth:
     """Context manager: threads watch a server, and give it up when it is gone or
-    frozen.
+    frozen: its calls then raise, also the pending one.
 
     :param is_gone: returns why the server is gone, or None.
     :param spent: returns the processor time of its processes, or None if hidden.
@@ -245,7 +245,8 @@ class EngineHealth:
         :param watched: how many seconds each path may go unanswered while the processes
             behind it are idle.
         :param while_loading: the paths that are answered during a load, too.
-        :param limit_s: the seconds while the processes are at work, or cannot be seen.
+        :param limit_s: how many seconds each path may go unanswered while the processes
+            are at work, or cannot be seen.
         :param spent: returns the processor time of its processes, or None if hidden.
         """
         self._server, self._is_gone, self._spent = server, is_gone, spent

@@ -45,7 +45,7 @@ def host_and_port(url: str) -> tuple[str, int]:
 
 
 class EngineServer:
-    """Sends requests to one server, each on its own connection.
+    """Sends HTTP requests to one inference server, each on its own connection.
 
     :param url: ``http://HOST:PORT``, and perhaps a prefix of all paths.
     :param secret: the gate's secret, if the server has one.
@@ -58,7 +58,8 @@ class EngineServer:
         """Check the URL; connect to nothing.
 
         :param url: ``http://HOST:PORT``, and perhaps a prefix of all paths.
-        :param secret: the gate's secret, if the server has one.
+        :param secret: sent with each request, for the server's gate (a middleware that
+            refuses control requests without it); empty: there is no gate.
         :param api_key: the server's API key, if it has one.
         :param api: a path that the server's API process answers without its engine.
         """

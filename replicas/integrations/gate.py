@@ -87,7 +87,9 @@ def owner_of(path: str) -> int:
 
 
 class GatePage:
-    """The shared page: written by the follower, read by the server."""
+    """A page of memory shared by a server's processes and its follower, the process
+    that loads versions into the server. The follower writes, and the server reads,
+    whether its gate is open, version, labels and the secret of control requests."""
 
     def __init__(self, memory: mmap.mmap, fd: int | None = None) -> None:
         """Wrap a page that is mapped already; :meth:`close` unmaps it.
@@ -161,8 +163,9 @@ class GatePage:
         return found
 
     def set_labels(self, labels: Mapping[str, int]) -> None:
-        """Write labels (names that point to versions) to the page; leave out those that
-        do not fit. A server sees the old labels or the new ones, never a mixture.
+        """Replace the labels (names that point to versions) on the page; leave out the
+        last ones if not all fit. A server sees the old labels or the new ones, never a
+        mixture.
 
         :param labels: version by label.
         """
@@ -179,7 +182,8 @@ class GatePage:
 
     def load(self, version: int) -> None:
         """Note on the page that the server may answer with this version, too, from now
-        on, as its load begins."""
+        on until the next :meth:`open`, as its load begins; 0 ends that, as the load was
+        refused."""
         struct.pack_into("Q", self._memory, _LOADING, version)
 
     @property
@@ -193,8 +197,8 @@ class GatePage:
         struct.pack_into("d", self._memory, 48, self.paused_s + seconds)
 
     def open(self, version: int) -> None:
-        """Set the version that is served, and open the gate in all processes of the
-        server."""
+        """Set the version that is served, end the note of :meth:`load`, and open the
+        gate in all processes of the server."""
         struct.pack_into("Q", self._memory, 8, version)
         struct.pack_into("Q", self._memory, _LOADING, 0)
         self._memory[0] = 1
@@ -213,7 +217,9 @@ class GatePage:
 
 
 class Gate:
-    """ASGI middleware that asks the page before each request.
+    """ASGI middleware in front of an inference server: it refuses requests until a
+    version is loaded and after a failed load, as a page of shared memory says, and
+    control requests without the secret on that page.
 
     :param app: the server's application.
     :param control: paths that change the engine; a path that ends with a slash covers

@@ -29,7 +29,8 @@ BACKSTOP_S = 60.0
 
 
 class HttpEngine(Engine):
-    """One server and its health watch; base class of the engines.
+    """Controls one inference server over HTTP, and watches its health; base class of
+    the engines.
 
     :param url: ``http://HOST:PORT``, and perhaps a prefix of its paths.
     :param secret: the gate's secret, if the server has one.
@@ -65,10 +66,11 @@ class HttpEngine(Engine):
         """Store the server's address and secrets; send nothing before
         :meth:`wait_until_up`.
 
-        :param secret: the gate's secret; empty: the server has no gate.
+        :param secret: the secret of the server's gate, a middleware that refuses
+            control requests without it; empty: the server has no gate.
         :param public_url: the server's address for routers; default: ``url``.
         :param is_gone: returns why the server is gone, or None.
-        :param engine_timeout_s: how long a busy engine may stay silent.
+        :param engine_timeout_s: how many seconds a busy engine may stay silent.
         :param process: pid of the server's API process; None: found by its port.
         """
         if not engine_timeout_s > 0:
@@ -173,9 +175,8 @@ class HttpEngine(Engine):
         timeout_s: float,
         serving: bool = False,
     ) -> Any:
-        """Send one control request by POST.
-
-        Wait, and return the decoded answer: JSON, or text.
+        """Send one control request by POST and wait; return the decoded answer: JSON,
+        or text.
 
         :param body: sent as JSON. :param query: parameters to append to the path.
         :param timeout_s: seconds for which the engine may be idle before it answers;

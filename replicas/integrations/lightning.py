@@ -91,7 +91,12 @@ class PublishCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join the channel, and publish the first weights, or with ``first=False`` only
-        reserve memory."""
+        reserve memory.
+
+        :raises replicas.errors.UsageError: this group is not a source of the channel,
+            or the weights cannot be published.
+        :raises replicas.errors.ReplicasError: the join failed.
+        """
         self._sync.begin_training(trainer.global_step, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -39,8 +39,9 @@ NAME = "replicas-nemo"
 
 
 class CheckpointEngine:
-    """The engine of one worker. The parameters after ``release_after_refit`` may be set
-    in ``policy.generation.refit_cfg``, under the transport's own name.
+    """NeMo-RL's engine of one worker: it moves weights from the policy workers to the
+    rollouts, over a channel. The parameters after ``release_after_refit`` may be set in
+    ``policy.generation.refit_cfg``, under the transport's own name.
 
     :param bucket_size: bytes of tensors that vLLM is given at a time.
     :param release_after_refit: whether NeMo-RL calls ``finalize`` and ``prepare``
@@ -85,7 +86,8 @@ class CheckpointEngine:
         self._offer: _Offer | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Begin a sync; return the metadata that this worker sends to all others.
+        """Begin a sync; return the metadata that this worker sends to all others. A
+        receive or version of an earlier sync that is still open ends as failed.
 
         In a Ray worker the metadata offer a coordinator, whose port and token the first
         call chooses. Nothing is started here: worker 0 may start its own when it joins.
@@ -125,13 +127,21 @@ class CheckpointEngine:
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Publish if this worker is a publisher; return when all live rollouts have the
-        bytes. The weights are iterated to their end in any case."""
+        bytes. The weights are iterated to their end in any case.
+
+        :raises replicas.errors.ReplicasError: the publish failed.
+        """
         await self._refit.send_weights(weights)
 
     async def receive_weight_batches(self) -> AsyncIterator[list[tuple[str, torch.Tensor]]]:
         """Wait for this refit's version; yield its (name, tensor) pairs in lists of
         about ``bucket_size`` bytes, one tensor at least. After the last one it counts
-        as loaded."""
+        as loaded; an error in the loop reports it as failed.
+
+        :raises replicas.errors.SyncError: there is no trainer, or the next sync has
+            begun.
+        :raises replicas.errors.DeadlineExceeded: no version came by the deadline.
+        """
         batch: list[tuple[str, torch.Tensor]] = []
         nbytes = 0
         async for name, tensor in self._refit.receive_weights():

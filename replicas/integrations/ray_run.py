@@ -55,7 +55,9 @@ _TOKEN = (
 
 
 def run(config: Config, *, address: str | None = None) -> int:
-    """Run ``config`` to its end on a Ray cluster; return the exit code.
+    """Run ``config`` to its end on a Ray cluster; return the exit code. At the end,
+    also after an error, disconnect from Ray, which ends all actors and placement
+    groups.
 
     :param address: address of the cluster; default: that of ``RAY_ADDRESS``, which
         ``ray job submit`` sets, or the cluster on this machine.
@@ -150,7 +152,8 @@ def _bundle_request(group: GroupConfig) -> tuple[dict[str, float], dict[str, str
 
 
 class _Bundle:
-    """A bundle of a placement group, and the task that keeps an agent in it."""
+    """A bundle of a placement group (Ray's resources for one node), and the task that
+    keeps an agent (which runs replicas) in it."""
 
     def __init__(self, place: Any, index: int, name: str, group: GroupConfig) -> None:
         """Describe one bundle (resources of one node, for one agent); start nothing.
@@ -170,7 +173,8 @@ class _Bundle:
 
 
 class _Bundles:
-    """The bundles of a run. Used on the supervisor's event loop only."""
+    """Ray's bundles (each the resources of one node) for the replicas of a run. Used on
+    the supervisor's event loop only."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         """Keep the supervisor whose groups need bundles; request nothing yet."""

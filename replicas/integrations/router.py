@@ -90,7 +90,8 @@ def ready_leaders(channel: ChannelStatus) -> list[MemberStatus]:
 
 
 class WorkerList:
-    """The workers of one router."""
+    """The list of workers (URLs of inference servers) in one router, by its HTTP
+    routes."""
 
     def __init__(self, url: str) -> None:
         """Check the router's URL, ``http://HOST:PORT``; connect to nothing."""
@@ -100,7 +101,8 @@ class WorkerList:
         """Have the router remove and add workers until it has exactly the URLs
         ``wanted``.
 
-        :raises OSError: the router does not answer.
+        :raises OSError: the router does not answer, or refuses; it may have changed a
+            part.
         """
         known = self.workers()
         for url in sorted(known - wanted):
@@ -146,14 +148,15 @@ def keep(
     stop: threading.Event | None = None,
     is_gone: Callable[[], Reason | None] = lambda: None,
 ) -> None:
-    """Keep a router's worker list in step with a channel until ``stop`` is set.
+    """Keep a router's worker list in step with a channel, on this thread, until
+    ``stop`` is set (None: for ever).
 
     A router or a run that does not answer is polled again; the router keeps its list
-    meanwhile.
+    meanwhile, and also at the end.
 
     :param router_url: ``http://HOST:PORT`` of the router.
     :param endpoint: ``host:port`` of the run's control port (``REPLICAS_ENDPOINT``).
-    :param is_gone: returns why to stop with an error, or None.
+    :param is_gone: returns why to stop with a SyncError, or None.
     :raises replicas.errors.UsageError: no endpoint is known, or it is not on loopback
         and ``REPLICAS_TOKEN_FILE`` does not identify it.
     :raises replicas.errors.UnknownChannel: the run has no such channel.
@@ -231,7 +234,7 @@ def stop_by_signal() -> threading.Event:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start vllm-router as a child, and keep its list until SIGTERM or SIGINT or its
-    end; end it, and return the exit code.
+    end. Then end it, and return 0, or 1 after an error.
 
     :param arguments: of the command line; default: those of this process. Unknown ones
         are vllm-router's.

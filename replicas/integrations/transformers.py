@@ -117,7 +117,12 @@ class PublishCallback(SyncCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Join the channel, and publish the first weights, or with ``first=False`` only
-        reserve memory."""
+        reserve memory.
+
+        :raises replicas.errors.UsageError: this group is not a source of the channel,
+            or the weights cannot be published.
+        :raises replicas.errors.ReplicasError: the join failed.
+        """
         self._steps.begin_training(state.global_step, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:

@@ -87,6 +87,7 @@ class WeightTransfer:
         """Join the channel.
 
         :raises replicas.errors.UsageError: this trainer may not publish on the channel.
+        :raises replicas.errors.ReplicasError: the join failed.
         """
         self._sync.join()
 
@@ -268,9 +269,12 @@ def _client(theirs: type, sync: WeightSync, first: torch.nn.Module | None, dtype
         def update_named_params(
             self, metadata: list[tuple[str, str, list[int]]], named_params: Iterator[tuple[str, torch.Tensor]]
         ) -> None:
-            """Publish the parameters, and wait as ``wait`` says. A failure is logged.
+            """Publish the parameters, and wait for the commit or the loads, as the
+            ``wait`` of :func:`server_mode` says. A failure is logged.
 
             :param metadata: name, dtype and shape of each of ``named_params``.
+            :raises replicas.errors.UsageError: the first publish is wrong, as every
+                later one would be.
             """
             sync.publish(_StreamWithMetadata(metadata, named_params), dtype=dtype)
             sync.wait_for_last()

@@ -45,7 +45,8 @@ left."""
 
 @CheckpointEngineRegistry.register("replicas")
 class ReplicasCheckpointEngine(Refit, CheckpointEngine):
-    """The engine of one worker. The parameters after ``is_master`` may be set in
+    """verl's checkpoint engine of one worker: it moves weights from trainers to
+    rollouts, over a channel. The parameters after ``is_master`` may be set in
     ``checkpoint_engine.engine_kwargs.replicas``.
 
     :param bucket_size: not used: memory for two versions is made once, in the trainer

@@ -32,7 +32,7 @@ KEPT_UNSEEN = 32
 
 
 class VllmAdapters(VllmServer):
-    """A vLLM server started with ``--enable-lora``.
+    """Loads LoRA adapters into a vLLM server started with ``--enable-lora``.
 
     :param folder: folder for the adapters, readable by the server.
     :param more: as for :class:`replicas.integrations.http_engine.HttpEngine`.

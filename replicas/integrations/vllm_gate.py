@@ -30,8 +30,8 @@ _OPERATORS_PACKAGES = tuple(f"vllm.entrypoints.serve.{name}" for name in ("elast
 
 
 class VllmGate(Gate):
-    """The gate in front of all routes of vLLM's development mode and of its
-    adapters."""
+    """ASGI middleware, the gate in front of all routes of vLLM's development mode and
+    of its adapters."""
 
     def __init__(self, app: object) -> None:
         """Wrap the server's application ``app``, and register the version's metrics

@@ -49,7 +49,8 @@ def release_of(version: str) -> tuple[int, ...]:
 
 
 class VllmServer(HttpEngine):
-    """The common part of a vLLM server of weights and one of adapters."""
+    """Controls a vLLM server over HTTP: base of the classes that load weights and
+    that load adapters."""
 
     watched = {API: 15.0, "/is_paused": 30.0}
 
@@ -82,7 +83,7 @@ class VllmServer(HttpEngine):
 
 
 class VllmEngine(VllmServer):
-    """A vLLM server with the weight-transfer backend ``"replicas"``.
+    """Controls a vLLM server with the weight-transfer backend ``"replicas"``.
 
     :param complete: False: versions may lack parameters of the model.
     :param patches: whether the workers may write only the changes of a version.

@@ -142,7 +142,9 @@ class WeightSync:
         """Leave the channel; return the figures (metrics by name) of syncs that were
         not reported yet. Another :meth:`join` joins again.
 
-        :param wait: first wait for open publishes, by their own deadlines.
+        :param wait: first wait for open publishes, by their own deadlines; False: do
+            not, and return no figures of publishes that :meth:`figures` has not seen
+            end.
         """
         channel, self.channel, self._last, self._works = self.channel, None, None, False
         if channel is None:
@@ -224,8 +226,8 @@ class StepSync(WeightSync):
         """Join the channel, and publish the model or, with ``first=False``, only
         reserve memory for it: training begins or resumes at this step.
 
-        :raises replicas.errors.UsageError: the model cannot be published as it is; the
-            hint has the ``weights`` that would work, if any.
+        :raises replicas.errors.UsageError: the model cannot be published as it is, and
+            the channel is left; the hint has the ``weights`` that would work, if any.
         :raises replicas.errors.ReplicasError: as :meth:`join`.
         """
         self.join()
@@ -265,7 +267,7 @@ class StepSync(WeightSync):
 
     def end(self, step: int, model: Any, *, changed: bool = False) -> None:
         """Publish the model of the last step unless it was published, and wait for it
-        by :meth:`wait_for_last`. Stay on the channel.
+        by :meth:`wait_for_last`. Stay on the channel; do nothing if it was left.
 
         :param step: number of optimizer steps at the end of training.
         :param changed: the model has changed since the last step: publish in any case.

@@ -88,9 +88,9 @@ def own_group(process: Path = Path("/proc/self")) -> Path:
 
 
 def members(group: Path) -> list[int]:
-    """Return the pids of the processes in the group and below it.
+    """Return the pids of the processes in a control group and in groups below it.
 
-    Empty if it is gone.
+    Empty if the group is gone.
     """
     found: list[int] = []
     for folder, _, _ in os.walk(group):
@@ -100,7 +100,7 @@ def members(group: Path) -> list[int]:
 
 
 def enter(group: Path, pid: int) -> None:
-    """Move process ``pid`` into the group; its later children start there, too.
+    """Move process ``pid`` into a control group; its later children start there, too.
 
     :raises OSError: the group is gone, or the kernel refuses.
     """
@@ -108,7 +108,7 @@ def enter(group: Path, pid: int) -> None:
 
 
 def kill(group: Path) -> None:
-    """Send SIGKILL to every process in the group and below it, and do not wait.
+    """Send SIGKILL to every process in a control group and below it; do not wait.
 
     Where ``cgroup.kill`` cannot be written, the processes are signalled one by one.
     """
@@ -121,7 +121,7 @@ def kill(group: Path) -> None:
 
 
 def remove(group: Path) -> bool:
-    """Remove the group and the groups below it, which must be empty of processes.
+    """Remove a control group and those below it, which must be empty of processes.
 
     Return True if all are gone, and False if a process is in one of them: that group
     and those above it stay, and others may have been removed.
@@ -142,11 +142,11 @@ def remove(group: Path) -> bool:
 
 
 def leave(group: Path, *, run: bool = False) -> None:
-    """Remove the group of a generation's processes on this node, then the group of the
-    generation if it is empty, too.
+    """Remove the group of a generation's processes on this node.
 
-    Errors are ignored: a group that is in use stays, and its last user removes it.
-    Groups that ranks created in the node's group (podman) are removed with it.
+    Also remove the group of the generation, if it is empty then. Errors are ignored: a
+    group that is in use stays, and its last user removes it. Groups that ranks created
+    in the node's group (podman) are removed with it.
 
     :param group: path ``RUN/GENERATION/NODE``. :param run: remove the run's group, too.
     """
@@ -162,7 +162,7 @@ def leave(group: Path, *, run: bool = False) -> None:
 
 
 class RunCgroups:
-    """The groups of one run: made in the constructor, removed by :meth:`close`.
+    """The control groups of one run: made in the constructor, removed by :meth:`close`.
 
     :ivar path: path of the run's group; None if it cannot be made.
     :ivar limits: controllers that the groups have.
@@ -245,9 +245,12 @@ class RunCgroups:
         _write(group / file, str(value))
 
     def close(self) -> bool:
-        """Remove the run's group, and groups of dead runs beside it; kill nothing.
+        """Remove the run's control group, and those of dead runs beside it.
 
-        Return False if processes are still in the run's group, which then stays.
+        Kills nothing. Return True if the group is gone. Return False if processes are
+        still in it: it then stays, and a later call may remove it.
+
+        :raises OSError: it cannot be removed for another reason.
         """
         if self.path is None:
             return True
@@ -257,9 +260,10 @@ class RunCgroups:
 
 
 def _remove_those_of_the_dead(own: Path) -> None:
-    """Remove the groups in the folder ``own`` of runs whose supervisor is dead.
+    """Remove the control groups in the folder ``own`` whose run has a dead supervisor.
 
-    Only those of this pid namespace: containers may share groups, but not pids.
+    Only those of this pid namespace: containers may share groups, but not pids. Groups
+    that cannot be removed stay.
     """
     for other in own.glob(f"replicas-*-*-*-{namespace('pid')}"):
         pid, start = other.name.split("-")[-3:-1]
@@ -269,9 +273,9 @@ def _remove_those_of_the_dead(own: Path) -> None:
 
 
 def prepare(*, limited: bool) -> Path:
-    """Return the folder of the group in which a run's groups will be made.
+    """Return the folder of the control group in which a run's groups will be made.
 
-    To be called before forks. It creates no run's group.
+    It makes none. To be called before this process forks.
 
     :param limited: delegate the controllers of limits. This process may move to a group
         below it for that, because a group that delegates may have no process in it.
@@ -310,7 +314,10 @@ def _delegate_controllers(own: Path) -> frozenset[str]:
 
 
 def _write(path: Path, value: str) -> None:
-    """Write a value to an existing file of the kernel, such as ``cgroup.procs``."""
+    """Write a value to an existing file of the kernel, such as ``cgroup.procs``.
+
+    :raises OSError: there is no such file, or the kernel refuses the value.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, value.encode())

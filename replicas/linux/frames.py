@@ -60,7 +60,7 @@ def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
     The caller owns the descriptors. The bytes are empty at the connection's end. Blocks
     as the socket does.
 
-    :raises ConnectionError: the packet was too large.
+    :raises ConnectionError: the packet was too large; its descriptors are closed.
     """
     data, fds, flags = _receive(sock, MAX_PACKET_NBYTES, socket.MSG_CMSG_CLOEXEC)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
@@ -70,9 +70,7 @@ def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _receive(sock: socket.socket, nbytes: int, flags: int) -> tuple[bytes, list[int], int]:
-    """Receive once, up to ``nbytes``.
-
-    Return the bytes, new descriptors and result flags.
+    """Receive once, up to ``nbytes``; return bytes, new descriptors and result flags.
 
     In place of :func:`socket.recv_fds`, which ignores its flags in Python 3.11.
 
@@ -94,14 +92,17 @@ def frame_head(body: bytes, fds: Sequence[int]) -> bytes:
 def write_frame(sock: socket.socket, message: msgspec.Struct) -> None:
     """Send one message as a frame without descriptors.
 
-    Block until the socket took it.
+    Blocks until a blocking socket has taken all of it.
     """
     body = encode(message)
     sock.sendall(frame_head(body, ()) + body)
 
 
 class FrameReader:
-    """Reads frames from a stream socket as they arrive, without waiting."""
+    """Reads frames from a stream socket as their bytes come; it never waits.
+
+    A frame is a message with a head before it (its length, its number of descriptors).
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         """Read from ``sock``, a stream socket that the caller owns and closes."""
@@ -110,11 +111,12 @@ class FrameReader:
         self._fds: list[int] = []
 
     def receive(self) -> list[tuple[bytes, list[int]]] | None:
-        """Receive without waiting; return the frames that are now complete, maybe none.
+        """Receive once, without waiting; return the frames that are complete now.
 
-        :returns: ``(encoded body, descriptors that the caller owns)`` each; None at the
-            connection's end.
-        :raises ConnectionError: a frame is larger than allowed.
+        :returns: ``(encoded body, descriptors that the caller owns)`` each, maybe none;
+            None at the connection's end, when a part of a frame is dropped.
+        :raises ConnectionError: a frame is larger than allowed, or descriptors are
+            missing.
         """
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         try:

@@ -55,18 +55,16 @@ class HelperDied(RuntimeError):
 
 
 class Pulse(Silence):
-    """The pings of one helper: its owner calls :meth:`next_action` at intervals.
+    """Decides when the owner of one helper process pings or kills it; sends nothing.
 
-    ``now`` is in seconds of any steady clock.
+    The owner calls :meth:`next_action` at intervals. ``now`` is in seconds of any
+    steady clock.
 
     :ivar busy: True if the helper was at work when the interval began.
     """
 
     def __init__(self, now: float) -> None:
-        """Begin without a ping; the first :meth:`next_action` is due ``now``.
-
-        Send nothing.
-        """
+        """Begin without a ping; the first :meth:`next_action` is due ``now``."""
         super().__init__(now, LATE_S)
         self.busy = False
 
@@ -96,7 +94,10 @@ class Pulse(Silence):
 
 
 class HelperMemory(Protocol):
-    """Memory that helpers map. ``watchers``: objects to notify when it is closed."""
+    """Shared memory, by descriptor, that helper processes map.
+
+    ``watchers``: objects to notify when it is closed.
+    """
 
     @property
     def fd(self) -> int:
@@ -110,7 +111,7 @@ class HelperMemory(Protocol):
 
 
 class HelperProcess:
-    """One helper: its process, watched by a pidfd, and its non-blocking socket.
+    """One helper process, watched by a pidfd, and the socket for requests to it.
 
     A subclass has a method for each request, and tells which reply answers a ping.
 
@@ -157,17 +158,17 @@ class HelperProcess:
 
     @property
     def dead(self) -> bool:
-        """Whether the process has ended (not merely been killed)."""
+        """True if the process has ended (not merely been killed)."""
         return self._life.state == "over"
 
     @property
     def usable(self) -> bool:
-        """Whether requests can be sent: the process is starting or up."""
+        """True if requests can be sent: the process is starting or up, not killed."""
         return self._life.state in ("starting", "up")
 
     @property
     def at_work(self) -> bool:
-        """Whether a request is pending; the helper is then pinged more often."""
+        """True if a request is pending; the helper is then pinged more often."""
         return bool(self._pending)
 
     def kill(self, reason: str = "killed") -> None:
@@ -253,9 +254,7 @@ class HelperProcess:
             self._flush()
 
     def _flush(self) -> None:
-        """Send queued frames until the socket is full.
-
-        The loop calls it again when it has room.
+        """Send queued frames until the socket is full; the loop calls it again later.
 
         If the connection has failed, kill the helper and fail its pending requests.
         """
@@ -278,10 +277,7 @@ class HelperProcess:
             self._loop.remove_writer(self._sock)
 
     def _next_look(self) -> asyncio.TimerHandle:
-        """Schedule :meth:`_check_alive` on the loop.
-
-        Return the timer, to be cancelled.
-        """
+        """Schedule the next :meth:`_check_alive` on the loop; return its timer."""
         delay = self._pulse.interval_s(self._loop.time(), busy=self.at_work)
         return self._loop.call_later(delay, self._check_alive)
 
@@ -305,9 +301,7 @@ class HelperProcess:
         self._timer = self._next_look()
 
     def _readable(self) -> None:
-        """Handle the replies that have come.
-
-        The loop calls it when the socket has data.
+        """Handle the replies that have come; the loop calls it when there are data.
 
         At the connection's end, close the socket and kill the helper.
         """
@@ -381,7 +375,7 @@ class HelperProcess:
 
 
 class _Memories:
-    """The memories that a helper has; it is notified when one is closed here."""
+    """The shared memories that a helper has mapped; it must unmap those closed here."""
 
     def __init__(self, helper: HelperProcess) -> None:
         """Begin with nothing mapped; messages are sent by ``helper``."""

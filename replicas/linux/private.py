@@ -252,6 +252,7 @@ def read(path: Path) -> bytes:
     """Return the content of a file of this user.
 
     :raises NotPrivate: the file or its folder is another user's, or the file is a link.
+    :raises OSError: it is missing, or cannot be read.
     """
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read()
@@ -260,15 +261,16 @@ def read(path: Path) -> bytes:
 def write(path: Path, data: bytes) -> None:
     """Overwrite the file with ``data``, or create it; not atomic.
 
-    A process that is killed meanwhile leaves a part of ``data``.
+    A process that is killed meanwhile leaves a part of ``data``. For a file or folder
+    that is not private to this user, raise as :func:`open_file` does.
     """
     _fill(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), data)
 
 
 def create(path: Path, data: bytes) -> None:
-    """Create a file with the content ``data`` and mode 0600.
+    """Create a file with the content ``data`` and mode 0600; remove an old one first.
 
-    Remove an old one first.
+    :raises NotPrivate: the folder is another user's, or others can write to it.
     """
     with folder(path.parent) as parent:
         _create_in(parent, path, data)
@@ -302,9 +304,12 @@ def _fill(descriptor: int, data: bytes, offset: int = 0, *, sync: bool = False) 
 
 
 def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Replace a file atomically: write a new one beside it, then rename.
+    """Replace a file atomically: write a new one beside it, ``PATH.new``, then rename.
+
+    A write that fails leaves the old file as it was.
 
     :param sync: return when it would survive a crash of the machine. Blocks.
+    :raises NotPrivate: the folder is another user's, or others can write to it.
     """
     beside = path.with_name(f"{path.name}.new")
     with folder(path.parent) as parent:
@@ -322,22 +327,26 @@ def replace(path: Path, data: bytes, *, sync: bool = False) -> None:
 def overwrite(path: Path, data: bytes, offset: int) -> None:
     """Overwrite bytes of an existing file from ``offset`` on, in place.
 
-    That needs no room on the disk.
+    That needs no room on the disk. For a file or folder that is not private to this
+    user, raise as :func:`open_file` does.
     """
     _fill(open_file(path, os.O_WRONLY), data, offset)
 
 
 def rename(path: Path, name: str) -> None:
-    """Rename the file ``path`` to ``name`` in its folder.
+    """Rename the file ``path`` to ``name`` in its folder; replace a file of that name.
 
-    Replace a file of that name.
+    :raises NotPrivate: the folder is another user's, or others can write to it.
     """
     with folder(path.parent) as parent:
         os.rename(path.name, name, src_dir_fd=parent, dst_dir_fd=parent)
 
 
 def remove(path: Path) -> None:
-    """Remove the file at ``path``, in a private folder; do nothing if it is missing."""
+    """Remove the file at ``path``; do nothing if it is missing.
+
+    :raises NotPrivate: its folder is another user's, or others can write to it.
+    """
     with contextlib.suppress(FileNotFoundError), folder(path.parent) as parent:
         os.unlink(path.name, dir_fd=parent)
 

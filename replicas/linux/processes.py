@@ -46,11 +46,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Child:
-    """A direct child, reaped by its starter's loop. ``code`` is None while it lives."""
+    """A direct child process, reaped by its starter's loop.
+
+    ``code`` is its exit code, None while it lives.
+    """
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
-        """Take over a started process, and open its pidfd, which :meth:`ended`
-        closes."""
+        """Take over a started process; open its pidfd, which :meth:`ended` closes."""
         self.popen = popen
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(popen.pid)
@@ -127,7 +129,7 @@ def pid_of(pidfd: int) -> int:
 def is_stopped(pid: int) -> bool:
     """Return True if the process is stopped, as by SIGSTOP.
 
-    Return False if it runs, or is gone.
+    Return False if it runs or is gone.
     """
     found = _stat(pid)
     return found is not None and found[0] == "T"
@@ -163,10 +165,7 @@ def descriptors(pid: int) -> list[str]:
 
 
 def _read(pid: int, name: str, errors: type[OSError] | tuple[type[OSError], ...] = _GONE) -> bytes:
-    """Return the content of ``/proc/PID/NAME``.
-
-    ``b""`` if that raises one of ``errors``.
-    """
+    """Return the content of ``/proc/PID/NAME``, or ``b""`` after one of ``errors``."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except errors:
@@ -225,7 +224,7 @@ def descendants(root: int) -> list[int]:
 def parents(pid: int) -> list[int]:
     """Return the pids of a process's ancestors, its parent first.
 
-    Empty if it is gone.
+    Empty if the process is gone.
     """
     found: list[int] = []
     while (stat := _stat(pid)) is not None and stat[1] > 0:
@@ -264,10 +263,11 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def is_marked(pid: int, nonces: str | Collection[str]) -> bool:
-    """Return True if the process was started by one of the shims with these nonces.
+    """Return True if a process was started below a shim that has one of these nonces.
 
-    The variable :data:`MARK` in its environment tells. False if it has ended, or is
-    another user's.
+    A *shim* is the library's process that starts a replica's ranks on a node; its
+    nonce, a random text, is in the environment of all processes below it
+    (:data:`MARK`). Return False if the process has ended, or is another user's.
     """
     entries = {f"{MARK}={nonce}".encode() for nonce in ([nonces] if isinstance(nonces, str) else nonces)}
     return not entries.isdisjoint(_read(pid, "environ").split(b"\0"))
@@ -322,9 +322,10 @@ def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
 
 
 def marked(nonces: str | Collection[str]) -> list[int]:
-    """Return the pids of other living processes with one of these nonces of shims.
+    """Return the pids of other living processes below shims with one of these nonces.
 
-    A process that a shim has started has its nonce in the environment (:data:`MARK`).
+    A *shim* starts a replica's ranks; its nonce, a random text, is in the environment
+    of all processes below it (:data:`MARK`).
     """
     me = os.getpid()
     return [pid for pid in processes() if pid != me and is_marked(pid, nonces) and start_time(pid) is not None]
@@ -333,7 +334,8 @@ def marked(nonces: str | Collection[str]) -> list[int]:
 def signal_marked(nonces: str | Collection[str], signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
     """Send a signal to each process that :func:`marked` finds for these nonces.
 
-    Return the pids of the signalled ones.
+    They are the living processes below the shims that have these nonces. Return the
+    pids of the signalled ones.
 
     :param but: pids to leave out.
     """
@@ -341,9 +343,9 @@ def signal_marked(nonces: str | Collection[str], signum: int, *, but: frozenset[
 
 
 def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send ``signum`` to this process when its parent ends, or only the
-    thread of the parent that started this process.
+    """Have the kernel send ``signum`` to this process when its parent ends.
 
+    It is sent, too, when only the thread of the parent that started this process ends.
     If the parent is gone already, exit here with code 1.
 
     :param parent: the parent's pid, read before it could end.
@@ -367,12 +369,13 @@ def name_process(name: str) -> None:
 
 
 def set_mark(nonce: str) -> None:
-    """Put a shim's nonce into this process's environment, as others see it.
+    """Put the nonce of a shim into this process's environment, as others see it.
 
-    They read ``/proc/PID/environ``, which the kernel takes from the memory of the
-    environment at the start, and ``os.environ`` does not change that. So the process
-    must have been started with :data:`ROOM_FOR_MARK`, a variable as long as a mark,
-    which is overwritten.
+    By that variable, :data:`MARK`, a shim finds the processes of its ranks. Others read
+    ``/proc/PID/environ``, which the kernel takes from the memory of the environment at
+    the start, and ``os.environ`` does not change that. So the process must have been
+    started with :data:`ROOM_FOR_MARK`, a variable as long as a mark, which is
+    overwritten.
 
     :raises ValueError: it was started without, or the nonce has another length.
     """
@@ -397,9 +400,9 @@ def _prctl(option: int, argument: int | bytes) -> None:
 
 
 def boot_id() -> str:
-    """Return the kernel's id of this boot of the machine.
+    """Return the kernel's id of this boot of the machine; all containers share it.
 
-    All its containers share it.
+    :raises OSError: it cannot be read.
     """
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 

@@ -31,10 +31,11 @@ def lasting(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe_own_place() -> list[int]:
-    """Return three new descriptors of this process, to be sent to a forked sidecar.
+    """Return three new descriptors of this process, to be sent to a forked helper.
 
     They are its pidfd, its stderr, and a memfd with a copy of its environment. The
-    caller owns them; the sidecar passes them to :func:`join_place`.
+    caller owns them; the helper process, a sidecar of this rank, passes them to
+    :func:`join_place`.
     """
     fds = [os.pidfd_open(os.getpid())]
     try:
@@ -55,10 +56,11 @@ def describe_own_place() -> list[int]:
 def join_place(pidfd: int, output: int, environment: int) -> None:
     """Enter a rank's control group, and take over its output and environment.
 
-    Replaces stdout, stderr and the environment of this process, a forked sidecar. The
-    arguments are those that :func:`describe_own_place` returned in the rank; they stay
-    open. The rank's mark (a variable by which its shim finds all its processes) is also
-    put where other processes see it; see :func:`replicas.linux.processes.set_mark`.
+    Replaces stdout, stderr and the environment of this process, a helper (sidecar) that
+    was forked for the rank. The arguments are those that :func:`describe_own_place`
+    returned in the rank; they stay open. The rank's mark (a variable by which its shim
+    finds all its processes) is also put where other processes see it; see
+    :func:`replicas.linux.processes.set_mark`.
 
     :raises ValueError: the rank has a mark, and this process was started without the
         variable that the mark overwrites.
@@ -75,9 +77,6 @@ def join_place(pidfd: int, output: int, environment: int) -> None:
 
 
 def _enter_group_of(pidfd: int) -> None:
-    """Enter the control group of a process, given by pidfd.
-
-    Do nothing if that fails.
-    """
+    """Enter the control group of a process, given by pidfd; ignore a failure."""
     with contextlib.suppress(OSError):  # the mark identifies it, too; and without its rank it ends anyway
         cgroups.enter(cgroups.own_group(Path(f"/proc/{pid_of(pidfd)}")), os.getpid())

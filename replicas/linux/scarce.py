@@ -15,12 +15,12 @@ SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 @contextmanager
 def naming_limits() -> Iterator[None]:
-    """Turn a failure to start a process or thread into an OSError with the limit.
+    """Context manager, or decorator: name the limit if no process or thread can start.
 
-    A context manager and decorator around forks and starts of threads. Other errors
-    pass.
+    It is put around forks and starts of threads. Other errors pass.
 
-    :raises OSError: EAGAIN, with the limit that was reached and the remedy.
+    :raises OSError: EAGAIN, with the limit that was reached and the remedy, in place of
+        Python's own error.
     """
     try:
         yield
@@ -46,8 +46,9 @@ def no_process() -> str:
 
 
 def describe_limit(error: OSError) -> tuple[str, str]:
-    """Return two texts for people: the meaning of the error, with the limit that was
-    reached, and the remedy.
+    """Return two texts for people on an error: its meaning, and the remedy.
+
+    The first has the limit that was reached.
 
     :param error: one whose ``errno`` is in :data:`SCARCE`.
     """

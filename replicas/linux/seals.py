@@ -29,14 +29,17 @@ def is_closed_to_writers(fd: int) -> bool:
 
 
 def is_final(fd: int) -> bool:
-    """Return True if :func:`make_final` was called for the memfd, in any process."""
+    """Return True if the memfd is sealed by :func:`make_final`, in any process.
+
+    It has no new writers then, and is never filled again.
+    """
     return _has(fd, fcntl.F_SEAL_SEAL)
 
 
 def close_to_writers(fd: int) -> None:
-    """Seal a memfd against new writers; existing writable mappings keep working.
+    """Seal a memfd against new writers, for ever; do nothing where the kernel cannot.
 
-    Do nothing where the kernel cannot.
+    Writable mappings that exist keep working.
     """
     if not is_closed_to_writers(fd):
         with contextlib.suppress(OSError):  # then it is sealed before it is shared, or not shared

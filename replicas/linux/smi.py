@@ -68,9 +68,9 @@ def ask(command: list[str], timeout_s: float) -> tuple[int, str]:
 
 
 def main() -> int:
-    """Print the number of GPUs, or NVML's error.
+    """Print the number of GPUs, or NVML's error; return the exit code, 0 or 1.
 
-    Return the exit code: 0, or 1 after an error.
+    :raises OSError: there is no NVML library.
     """
     nvml = ctypes.CDLL(NVML)
     count = ctypes.c_uint()

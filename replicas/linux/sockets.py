@@ -204,7 +204,9 @@ def listens(path: Path) -> bool:
 
 
 class SocketAddress(NamedTuple):
-    """Address of a forkserver or a memory door, as its clients get it: ``NAME:SECRET``.
+    """Address of an abstract Unix socket of this library, as text ``NAME:SECRET``.
+
+    It is of a forkserver, or of a process that hands out memory; clients get it.
 
     :param name: name of the abstract socket, without the NUL. It is bound before any
         client learns it, so no other process can bind it.
@@ -227,6 +229,8 @@ class SocketAddress(NamedTuple):
 
     def listen(self) -> socket.socket:
         """Return a new socket (SOCK_SEQPACKET) that listens at the address.
+
+        It checks no secret: the caller must.
 
         :raises OSError: the address cannot be bound.
         """

@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 
 def _unlock_in_a_child() -> None:  # another thread of the parent may have held it at the fork
-    """Replace the lock in a forked child, where no thread would release it."""
+    """Replace this module's lock in a forked child: no thread there can release it."""
     global _lock
     _lock = threading.Lock()
 
@@ -68,11 +68,11 @@ def register(log_dir: Path, rank: int, start: int) -> None:
 
 
 def _register(log_dir: Path, rank: int, start: int) -> None:
-    """Create the file of :func:`register`, and have SIGNUM write all stacks to it. Do
-    nothing if this process has done so already.
+    """Create the file of :func:`register`, and have SIGNUM write all stacks to it.
 
-    In a forked child, close the parent's file. The caller holds ``_lock``. The
-    parameters are those of :func:`register`.
+    Do nothing if this process has done so already. In a forked child, close the
+    parent's file. The caller holds ``_lock``. The parameters are those of
+    :func:`register`.
     """
     pid = os.getpid()
     if pid in _open:

@@ -31,7 +31,10 @@ def _work_of(pid: int) -> tuple[str, ...]:
 
 
 class StallWatch:
-    """Watch an unreaped child process. ``now`` is of any steady clock."""
+    """Finds whether an unreaped child process is stopped or idle. It signals nothing.
+
+    ``now`` is in seconds of any steady clock.
+    """
 
     def __init__(self, pid: int, now: float) -> None:
         """Begin to watch process ``pid``; read nothing, start nothing.

@@ -137,7 +137,8 @@ class DescriptorServer:
         Return False if the connection is to be closed: the request is malformed, or
         does not prove the secret.
 
-        :param one: the connection, which has bytes to read. :param client: its state.
+        :param one: the connection, which has bytes to read.
+        :param client: its state.
         """
         message = one.recv(_MESSAGE_NBYTES)
         theirs, mac, request = _split(message)
@@ -290,7 +291,8 @@ def _check(address: SocketAddress, reply: bytes, ours: bytes, theirs: bytes, req
     :param address: the door: its name and secret.
     :param reply: a MAC and the status. The MAC covers both nonces, the request and the
         status.
-    :param ours: this client's nonce. :param theirs: the server's nonce.
+    :param ours: this client's nonce.
+    :param theirs: the server's nonce.
     :param request: the bytes that the client has sent.
     :raises PermissionError: the MAC is wrong.
     :raises ConnectionResetError: the reply is empty.

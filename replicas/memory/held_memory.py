@@ -110,7 +110,8 @@ def hold(place: SlotPlace, version: int, *, wait: bool = True, lock: bool = True
 def _too_little(what: str, error: OSError, version: int) -> NoCapacity:
     """Return (do not raise) the error for a limit of this process that was met.
 
-    :param what: the start of its text. :param error: what the kernel reported.
+    :param what: the start of its text.
+    :param error: what the kernel reported.
     """
     why, remedy = describe_limit(error)
     return NoCapacity(f"{what}: {why}", version=version, hint=f"{remedy}; the version is fetched again automatically")
@@ -200,7 +201,8 @@ class MemoryHolder:
 
         First close what is held under ``key``. It does not block.
 
-        :param key: name for :meth:`let_go`. :param version: for log texts only.
+        :param key: name for :meth:`let_go`.
+        :param version: for log texts only.
         :param place: the memory: pid and descriptor of its process, inode, and size.
         :returns: the place in this process at which others can open the memory; None,
             and a log line, if it cannot be held, as on a GPU.

@@ -73,7 +73,8 @@ class Lines:
         Set in ``words`` the bit of each line (64 bytes) with a difference; clear none.
         May be called on several threads; the C code runs without the GIL.
 
-        :param first: the first byte. :param last: the byte after the last.
+        :param first: the first byte.
+        :param last: the byte after the last.
         :param threads: how many threads of the C code share the work.
         :raises ValueError: the range is not within the run.
         """
@@ -93,11 +94,10 @@ def find_changed(
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[Any]] | None:
     """Return (indices, xors) of the elements that differ in a range of bytes.
 
-    Change none.
+    Nothing is changed. Return None if more than ``most`` elements differ.
 
-    Return None if more than ``most`` elements differ.
-
-    :param run: the new bytes. :param base: the old ones, as many.
+    :param run: the new bytes.
+    :param base: the old ones, as many.
     :param words: as :attr:`Lines.words`, to make the C code skip lines that are the
         same; None to compare all.
     :param first: the first byte; indices count elements from it.

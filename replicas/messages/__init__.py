@@ -162,8 +162,8 @@ def encode_frame(seq: int, ack: int, body: bytes) -> bytes:
 def decode_member_frame(data: bytes) -> MemberFrame:
     """Decode a member's frame, and check that its values are within their limits.
 
-    :raises msgspec.DecodeError: it is malformed, or a value is out of range; the text
-        names the message, the field and the limit.
+    :raises msgspec.DecodeError: the frame is malformed, or a value is out of range; the
+        text names the message, the field and the limit.
     """
     try:
         return decoded(_member_decoder, data)
@@ -186,6 +186,6 @@ def _name_of(data: bytes) -> str:
 def decode_server_frame(data: bytes) -> ServerFrame:
     """Decode a frame from the coordinator, which is trusted to keep to the limits.
 
-    :raises msgspec.DecodeError: it is malformed.
+    :raises msgspec.DecodeError: the frame is malformed.
     """
     return decoded(_server_decoder, data)

@@ -97,11 +97,10 @@ def integer(what: str, value: object, *, least: int = -bounds.INTEGER_MAX, most:
 
 
 def integers(what: str, value: object) -> tuple[int, ...]:
-    """Return ``value``, an iterable such as a shape, as ints.
-
-    Raise UsageError otherwise.
+    """Return ``value``, an iterable such as a shape, as a tuple of ints.
 
     :param what: the argument's name in the error.
+    :raises replicas.errors.UsageError: it is no iterable, or an item is no integer.
     """
     try:
         found: tuple[object, ...] = tuple(value)  # type: ignore[arg-type]  # tested here
@@ -166,7 +165,10 @@ def bound(what: str, value: object) -> tuple[int | float, str]:
 
 
 def finite(what: str, value: object) -> float:
-    """Return ``value`` as a finite float, or raise UsageError that names ``what``."""
+    """Return ``value`` as a finite float, or raise UsageError.
+
+    :param what: the argument's name in the error.
+    """
     found = _float(value)
     if found is None or not math.isfinite(found):
         _refuse(f"{what} must be a finite number, not {shown(value)}")
@@ -195,9 +197,11 @@ def _is_bool(value: object) -> bool:
 
 
 def flag(what: str, value: object) -> bool:
-    """Return ``value`` as a bool, or raise UsageError that names ``what``.
+    """Return ``value`` as a bool, or raise UsageError.
 
     Bools of Python, numpy and torch, and 0 and 1, are accepted.
+
+    :param what: the argument's name in the error.
     """
     if isinstance(value, bool):
         return value
@@ -249,8 +253,8 @@ def one_of(what: str, value: object, known: Sequence[Word]) -> Word:
 def token(what: str, value: object) -> str:
     """Return ``value`` as a plain str if it can be a run's token (a secret).
 
-    :raises replicas.errors.UsageError: it cannot; the error names the argument as
-        ``what``, and does not show the value.
+    :raises replicas.errors.UsageError: the value cannot be a token; the error names
+        the argument as ``what``, and does not show the value.
     """
     good = isinstance(value, str) and value.isascii() and value.isprintable() and value == value.strip()
     if not isinstance(value, str) or not good or not 0 < len(value) <= _TOKEN_LENGTH:
@@ -312,7 +316,7 @@ def meta(what: str, value: object) -> Meta:
     :param what: the argument's name in the error.
     :param value: a mapping of texts to scalars, or to lists or dicts of scalars; None
         gives {}.
-    :raises replicas.errors.UsageError: it is something else, or above 1 MiB.
+    :raises replicas.errors.UsageError: the value is something else, or above 1 MiB.
     """
     try:
         given = dict(value or {})  # type: ignore[call-overload]  # tested here
@@ -376,10 +380,8 @@ def with_trace(what: str, given: Meta | Callable[[], Mapping[str, Any]]) -> Meta
     function = given
 
     def traced() -> Mapping[str, Any]:
-        """Call the user's function.
-
-        Return its meta with the ``traceparent`` of the publish.
-        """
+        """Call the user's function; return its meta with the ``traceparent`` added, or
+        its result as it is if that is another type."""
         found = function()
         return {**added, **found} if isinstance(found, Mapping) else found
 

@@ -38,7 +38,8 @@ class WireError(msgspec.Struct, frozen=True):
     unanimous: bool = False
 
     def __post_init__(self) -> None:
-        """Replace unprintable characters in the texts: the sender may be hostile."""
+        """Sanitise the texts in place, after construction or decoding: the sender may
+        be hostile. Unprintable characters are removed or escaped."""
         for name in ("kind", "message", "channel", "phase", "hint"):
             text = getattr(self, name)
             if text is not None and not text.isprintable():

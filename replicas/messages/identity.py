@@ -34,6 +34,7 @@ class Member(msgspec.Struct, frozen=True, order=True, cache_hash=True):
         return f"{self.group}/{self.replica}/{self.rank}"
 
     def __repr__(self) -> str:
+        """Return :attr:`name`, so without the incarnation."""
         return self.name
 
 

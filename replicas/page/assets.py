@@ -57,7 +57,10 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|let|class)\b)", r
 
 
 class Asset(msgspec.Struct, frozen=True):
-    """One file as it is sent. ``packed``: its body compressed by gzip."""
+    """One file of the page as it is sent. ``packed``: its body compressed by gzip.
+
+    ``kind``: its Content-Type; ``tag``: its ETag.
+    """
 
     kind: str
     body: bytes
@@ -94,8 +97,8 @@ def script() -> str:
 
 
 def in_one_file(document: Tree) -> str:
-    """Return the page as the text of one HTML file with this document, its script and
-    style; write nothing."""
+    """Return the page as the text of one HTML file: markup, script, style, and this
+    document (the data that the script shows) as JSON. Write nothing."""
     style = (STATIC / "page.css").read_text()
     policy = f"{_NOTHING_ELSE}; script-src {_hash(script())}; style-src {_hash(style)}"
     data = msgspec.json.encode(document).decode().replace("<", "\\u003c")

@@ -41,7 +41,8 @@ Tree = dict[str, Any]
 
 
 def document(status: RunStatus, now: float) -> Tree:
-    """Return the run's status as the page's JSON document.
+    """Return the run's status, with its verdict, as the page's JSON document: objects
+    by name under ``run``, ``groups``, ``replicas``, ``nodes`` and ``channels``.
 
     :param now: time of the status, in seconds since 1970.
     """

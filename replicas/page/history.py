@@ -34,7 +34,7 @@ _DROPPED = {"moved_to", "pulled", "channel", "trace"}
 
 
 class History:
-    """The history of one run, and its changes since the last call.
+    """A run's history as the page shows it: spans, marks and newest events.
 
     :param after: number of the event before the first. :param whole: include all
         details, as for a report, which cannot request more.
@@ -65,7 +65,8 @@ class History:
 
     def whole(self) -> Tree:
         """Return the whole history, for a new viewer: ``spans``, ``marks`` and
-        ``events`` by key, with totals and gaps."""
+        ``events`` by key, with totals and gaps. The next :meth:`changes` is not
+        affected."""
         found: Tree = {"spans": {}, "marks": {}, "events": {}, **self.totals_and_gaps()}
         for section, part in self.parts():
             found[section] |= part
@@ -92,8 +93,8 @@ class History:
         yield "events", self._told_events(self._listed())
 
     def changes(self) -> Tree:
-        """Return the merge patch since the last call of this method, empty without new
-        events."""
+        """Return the merge patch (RFC 7396) of the history since the last call of this
+        method, or since the start; empty without new events."""
         if self.seq == self._told:
             return {}
         spans, marks = self.spans.changed(self._told)
@@ -188,7 +189,7 @@ def _mark_key(mark: Mark) -> str:
 
 
 def _mark(mark: Mark) -> Tree:
-    """Return a mark as in the document, without empty fields."""
+    """Return a mark as the document has it: its fields, without empty ones."""
     found: Tree = msgspec.to_builtins(mark)
     return {name: value for name, value in found.items() if value != ""} | {"at": round(mark.at, 3)}
 

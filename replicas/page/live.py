@@ -62,7 +62,7 @@ class Watched(Protocol):
 
 
 class Places:
-    """The places of viewers, :data:`VIEWERS` at most.
+    """Limits the viewers (open streams of the page) to :data:`VIEWERS` places.
 
     When all are taken, a newcomer replaces the oldest viewer of the address with most
     places, if that address still has as many as the newcomer's afterwards (or two
@@ -71,7 +71,7 @@ class Places:
     """
 
     def __init__(self) -> None:
-        """Begin with no viewers."""
+        """Begin with all places free."""
         self._taken: dict[Callable[[], None], tuple[bool, str]] = {}
 
     def full(self, address: str, trusted: bool) -> bool:
@@ -120,7 +120,7 @@ class Places:
 
 
 class Live:
-    """The document of one run and its viewers.
+    """Keeps the page's document of one run up to date, for all its viewers.
 
     :param shown: removes from a document the parts that viewers may not see.
     """
@@ -214,8 +214,8 @@ class Live:
                 await cancelled(looking)
 
     async def _wait_for_change(self, news: asyncio.Event) -> bool:
-        """Wait for a change; return True if there is one, False if none came within 5
-        s. Raise the error that has ended the reading task.
+        """Wait for a change of the document; return True if there is one, False if none
+        came within 5 s. Raise the error that has ended the reading task.
 
         :param news: set at the next change.
         """
@@ -262,8 +262,8 @@ class Live:
                 await cancelled(over)
 
     async def _wait_for_last_event(self) -> None:
-        """Wait until the run is over and its last event was read; use none of the
-        events."""
+        """Wait until the run's stream of events ends, which means that the run is over;
+        drop the events."""
         async for _ in self._source.events(self._source.last_event):
             pass
 
@@ -328,13 +328,14 @@ class Live:
 
     @property
     def _past(self) -> History:
-        """The history; AssertionError before the first :meth:`_read`, or once freed."""
+        """The history that viewers see; AssertionError before the first :meth:`_read`,
+        or once it was freed."""
         assert self._history is not None
         return self._history
 
     def _keep(self, data: bytes) -> None:
         """Number an encoded change of the document and keep it for viewers, drop the
-        oldest changes, and wake the viewers."""
+        oldest changes beyond the limits, and wake the viewers' streams."""
         self._number += 1
         self._kept.append((self._number, data))
         while len(self._kept) > KEPT or (sum(len(one) for _, one in self._kept) > KEPT_NBYTES and len(self._kept) > 1):
@@ -350,7 +351,8 @@ class Live:
         self._forgetting = asyncio.get_running_loop().call_later(LINGER_S, self._drop_history)
 
     def _drop_history(self) -> None:
-        """Free the history and the document, unless there are viewers."""
+        """Free the history and the document, unless there are viewers; the next viewer
+        has them made again from the run's events."""
         self._forgetting = None
         if not self.viewers:
             self._history, self._document = None, {}

@@ -20,7 +20,7 @@ from replicas.telemetry.tracks import replica_of
 
 
 class Past:
-    """The state of a run after the events that it was fed."""
+    """A run's status, reconstructed from the events that were fed so far."""
 
     def __init__(self) -> None:
         """Begin with a run of which nothing is known."""
@@ -166,12 +166,13 @@ class Past:
         return replace(node, replicas=tuple(sorted(has)), heard_age_s=max(0.0, age_s))
 
     def _group(self, name: str, replicas: tuple[ReplicaStatus, ...]) -> GroupStatus:
-        """Return the status of a group, with its own replicas out of these."""
+        """Return the status of group ``name``, with those of ``replicas`` that it
+        has."""
         own = tuple(one for one in replicas if one.group == name)
         return GroupStatus(name=name, launcher="", world_size=self._ranks.get(name, 1), replicas=own, size=len(own))
 
     def _channel(self, channel: ChannelStatus) -> ChannelStatus:
-        """Return the status of a channel, with its members."""
+        """Return a copy of a channel's status with its present members added."""
         members = (
             MemberStatus(
                 name=member.name,
@@ -191,5 +192,5 @@ class Past:
 
 
 def _with(groups: tuple[str, ...], *others: str) -> tuple[str, ...]:
-    """Return the groups and the others, each once, in this order."""
+    """Return the names in ``groups`` and then in ``others``, each once."""
     return tuple(dict.fromkeys((*groups, *others)))

@@ -78,12 +78,13 @@ def build_group(spec: GroupSpec) -> CollectiveGroup:
     """Form the process group of ``spec``, over the TCPStore that it names; block.
 
     The members meet first: they check that they agree and reach each other. All use one
-    prefix of keys. With NCCL changes variables of this process, and probes the group.
+    prefix of keys. NCCL groups change environment variables of this process, select its
+    GPU, and are tested with an all-reduce.
 
     :raises replicas.errors.Preflight: members, which it names, disagree, or cannot
         reach each other.
     :raises replicas.errors.StoreTampered: another client writes into the store.
-    :raises RuntimeError: a peer did not join in time, or the store or probe failed.
+    :raises RuntimeError: a peer did not join in time, or the store or test failed.
     """
     deadline = time.monotonic() + spec.timeout_s
     found = accelerator()
@@ -145,7 +146,8 @@ def _store_timeout_s(deadline: float, number: int) -> float:
 def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> CollectiveGroup:
     """Return a Gloo group, which listens on the member's address; wait for all members.
 
-    :param store: has the group's prefix. :param timeout: for all members to come.
+    :param store: with the prefix of the group's keys.
+    :param timeout: for all members to come; torch raises RuntimeError after it.
     """
     options = _c10d.ProcessGroupGloo._Options()
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=spec.address)]
@@ -157,7 +159,7 @@ def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> CollectiveGr
 def _build_nccl(store: Any, spec: GroupSpec) -> CollectiveGroup:
     """Select this process's GPU, and return an NCCL group on it; wait for all members.
 
-    :param store: has the group's prefix.
+    :param store: with the prefix of the group's keys.
     :raises RuntimeError: there is no GPU, or no NCCL.
     """
     device = accelerator()
@@ -177,7 +179,7 @@ def _build_nccl(store: Any, spec: GroupSpec) -> CollectiveGroup:
 
 
 def _probe(group: CollectiveGroup, deadline: float) -> None:
-    """All-reduce 64 KiB over the group; block until then.
+    """Test a new group by an all-reduce of 64 KiB over all members; block until then.
 
     :param deadline: by ``time.monotonic()``.
     :raises RuntimeError: the result is wrong, or did not come by the deadline.
@@ -191,9 +193,10 @@ def _probe(group: CollectiveGroup, deadline: float) -> None:
 
 
 def _set_nccl_environment(spec: GroupSpec) -> None:
-    """Set variables of this process: no NCCL watchdog, and the interface to use.
+    """Set environment variables of this process for NCCL.
 
-    Replaces the ``NCCL_`` variables by those of the spec, if it has any.
+    They turn torch's watchdog off and name the network interface (unless set). If the
+    spec has ``NCCL_`` variables, those replace all such variables of the process.
     """
     os.environ.update(NCCL_ENVIRONMENT)
     if hasattr(_c10d, "set_debug_level"):

@@ -78,7 +78,11 @@ def run_collective(
 
 
 class _Operation:
-    """One collective of this participant; a generator for each kind starts works."""
+    """One collective of this participant; a generator for each kind starts works.
+
+    *Works* are asynchronous operations of the group. The generator yields those that it
+    has not awaited, for :meth:`run` to await.
+    """
 
     def __init__(
         self, group: CollectiveGroup, spec: CollectiveSpec, inputs: torch.Tensor | None, outputs: torch.Tensor | None
@@ -178,7 +182,7 @@ class _Operation:
     def _broadcast(self) -> Iterator[StartedWork]:
         """Start the root's sends, or our receives, along a chain if that is faster.
 
-        Yields the works that the caller must wait for.
+        Waits for the earlier pieces of a large region, and yields the last works.
         """
         memory = self.inputs if self.spec.me == self.spec.root else self.outputs
         region = self._region(memory, 0, _unpadded(self.spec.segments[self.spec.root]))
@@ -192,8 +196,8 @@ class _Operation:
         """Send the region along a chain of all members, from the root, in pieces.
 
         Each member receives a piece while it sends the piece before to the next member:
-        so each link carries every byte once, for any number of members. Waits for the
-        pieces; yields the sends that it starts.
+        so each link carries every byte once, for any number of members. Waits for its
+        receives; yields the sends that it starts.
         """
         ranks, me, count = self.spec.lane_ranks, self.spec.me, self.group.size
         place = (me - self.spec.root) % count

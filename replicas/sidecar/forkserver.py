@@ -54,7 +54,9 @@ class _Client:
 
 
 class ForkServer:
-    """The forkserver's loop. A forked child calls ``run_sidecar(channel, pidfd)``.
+    """The forkserver's loop: serves ranks that connect, and forks sidecars for them.
+
+    A forked child calls ``run_sidecar(channel, pidfd)``.
 
     :param listener: socket for all processes of this user that know the ``secret``.
     """
@@ -99,7 +101,11 @@ class ForkServer:
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(client))
 
     def _read(self, client: _Client) -> None:
-        """Handle a client's packet; drop the client at the end or after an error."""
+        """Handle a client's packet: Attach (its first, with the secret) or Fork.
+
+        Reply to it. Drop the client, and so kill its sidecars, at its end, after an
+        error, and after a wrong packet, secret or release.
+        """
         fds: list[int] = []
         try:
             data, fds = frames.read_packet(client.sock)
@@ -186,7 +192,10 @@ class ForkServer:
                     os.close(fd)
 
     def _drop(self, client: _Client) -> None:
-        """Close a client's connection, and send its sidecars SIGKILL."""
+        """Close a client's connection and pidfd, and send its sidecars SIGKILL.
+
+        Does nothing for a client that was dropped.
+        """
         if client not in self._clients:
             return
         self._clients.remove(client)

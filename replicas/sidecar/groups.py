@@ -54,19 +54,21 @@ _REDUCE_OPS = {
 
 
 def _wait(work: Any, deadline: float) -> None:
-    """Block until a work of Gloo has ended; RuntimeError on failure or at the deadline.
+    """Block until a work of Gloo has ended.
 
     :param work: torch's ``Work``.
     :param deadline: by ``time.monotonic()``.
+    :raises RuntimeError: it failed, or has not ended by the deadline.
     """
     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
 
 def _wait_nccl(work: Any, deadline: float) -> None:
-    """Poll a work of NCCL until its end; RuntimeError on failure or at the deadline.
+    """Poll a work of NCCL, on this thread, until it has ended.
 
     :param work: torch's ``Work``.
     :param deadline: by ``time.monotonic()``.
+    :raises RuntimeError: it failed, or has not ended by the deadline.
     """
     pause = 0.0
     while not work.is_completed():
@@ -83,7 +85,13 @@ def _wait_nccl(work: Any, deadline: float) -> None:
 
 @dataclass(frozen=True, eq=False)
 class StartedWork:
-    """Started operations, which :meth:`wait` completes."""
+    """Operations of a process group that have started, which :meth:`wait` completes.
+
+    :ivar works: torch's ``Work`` objects.
+    :ivar deadline: of the wait, by ``time.monotonic()``.
+    :ivar finish: called after the wait, to copy results back and free memory.
+    :ivar wait_for: waits for one work, with the deadline.
+    """
 
     works: Sequence[Any]
     deadline: float
@@ -103,7 +111,8 @@ class StartedWork:
 class CollectiveGroup(ABC):
     """Operations of one process group on contiguous, non-empty tensors.
 
-    Each ``deadline`` is of the monotonic clock.
+    Each starts when called, and is complete after the wait of the returned work. Each
+    ``deadline`` is of the monotonic clock.
     """
 
     def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator | None = None) -> None:
@@ -118,7 +127,7 @@ class CollectiveGroup(ABC):
         self._device = device
 
     def use(self, device: Accelerator) -> None:
-        """Accept tensors on ``device`` from now on, if there is no device yet."""
+        """Accept tensors on ``device`` from now on, if no device was set before."""
         self._device = self._device or device
 
     def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> StartedWork:
@@ -180,7 +189,11 @@ class CollectiveGroup(ABC):
 
     @abstractmethod
     def _staging_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return staging memory like ``tensor``, and a function to free it."""
+        """Return staging memory of the shape and dtype of ``tensor``, and its release.
+
+        It is of the kind on which the backend works. The caller copies into and out of
+        it, and calls the second value to free it.
+        """
 
     def _run(
         self,
@@ -269,7 +282,10 @@ class GlooGroup(CollectiveGroup):
         return device is None or device.group_backend == "gloo" or not device.owns(tensor)
 
     def _staging_for(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return host memory like ``tensor`` (pinned if small), and its release."""
+        """Return host memory like ``tensor`` (pinned if small), and its release.
+
+        Pinned memory is used again for later tensors.
+        """
         assert self._device is not None
         if tensor.nbytes > PINNED_NBYTES:
             near = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

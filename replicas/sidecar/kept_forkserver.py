@@ -58,6 +58,7 @@ def start_forkserver(environment: Mapping[str, str], listener: int) -> subproces
 
     :param environment: all variables of the process.
     :param listener: descriptor of the socket, which the process inherits.
+    :raises OSError: the process cannot be started.
     """
     return subprocess.Popen(
         python_module("replicas.sidecar.forkserver", "--listener", str(listener), "--parent", str(os.getpid())),
@@ -68,9 +69,9 @@ def start_forkserver(environment: Mapping[str, str], listener: int) -> subproces
 
 
 class KeptForkserver:
-    """One forkserver, kept running from the first connection or from :meth:`need` on.
+    """One forkserver process, kept running from the first connection or :meth:`need`.
 
-    For the thread of the running loop only.
+    A forkserver forks sidecars. For the thread of the running loop only.
 
     :param environment: variables of the process.
     :param given_up: called once, with the reason, if it is not started again.
@@ -152,7 +153,7 @@ class KeptForkserver:
             log.error("leaving behind forkserver process %d: SIGKILL has not ended it", self.pid)
 
     def _listen(self) -> None:
-        """Have the loop start the process at the next connection."""
+        """Have the loop start the process at the next connection, or if one waits."""
         self._loop.add_reader(self._listener, self._start)
 
     def _start(self) -> None:
@@ -184,9 +185,9 @@ class KeptForkserver:
         self._ended("died")
 
     def _ended(self, how: str) -> None:
-        """Schedule the next start.
+        """Schedule the next start, after a delay; none after :meth:`kill`.
 
-        After too many failures close all and call ``given_up``.
+        After too many failures in a row close all and call ``given_up``.
 
         :param how: the end in words, for logs.
         """
@@ -207,7 +208,10 @@ class KeptForkserver:
         self._timer = self._loop.call_at(due, self._on_time) if due < math.inf else None
 
     def _on_time(self) -> None:
-        """Take the due step: start the process, or check whether it stalls."""
+        """Take the due step: start the process (or wait for a connection), or look.
+
+        A look kills a process that stalls. Then set the timer to the next step.
+        """
         match self._life.on_time(self._loop.time()):
             case "start":
                 (self._start if self._ahead else self._listen)()

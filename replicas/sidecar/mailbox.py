@@ -44,7 +44,7 @@ _POLL_END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
 class Mailbox:
-    """Receives requests and sends replies.
+    """A sidecar's end of its socket to the rank: receives requests and sends replies.
 
     :param pidfd: of the rank at the other end of ``channel``.
     :ivar traffic: progress of the main thread's current request, sent with each pong.
@@ -82,7 +82,10 @@ class Mailbox:
         return self._requests.get_nowait()
 
     def reply(self, message: wire.Reply) -> None:
-        """Any thread: send a reply to the rank."""
+        """Any thread: send a reply to the rank; block until it is written.
+
+        :raises OSError: the channel has ended.
+        """
         with self._writing:
             frames.write_frame(self._channel, message)
 
@@ -114,6 +117,7 @@ class Mailbox:
         Ends the process if the rank or the channel is gone.
 
         :param events: (descriptor, poll event) pairs that have come.
+        :raises ConnectionError: a request came with the wrong number of descriptors.
         """
         for fd, event in events:
             if fd == self._pidfd or event & _POLL_END:
@@ -133,9 +137,9 @@ class Mailbox:
 
     @staticmethod
     def _or_end(do: Callable[[], None]) -> None:
-        """Run ``do``.
+        """Run ``do``; if it raises anything, end this process.
 
-        If it raises, as the channel failed, print that and end the process.
+        An OSError, by which the channel failed, is printed before.
         """
         code = 1
         try:

@@ -132,7 +132,7 @@ def _check(mine: _Card, card: _Card) -> None:
 
 
 def _check_hosts(cards: Iterable[_Card]) -> None:
-    """Raise Preflight if two machines have one address.
+    """Raise Preflight if two members on different machines have the same address.
 
     :param cards: the store's entries of all members, so that every member raises alike.
     """
@@ -181,11 +181,11 @@ def _collect(
 
 @contextmanager
 def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
-    """Context manager: check that the member's address can be bound and, with
-    ``listen``, listen there on a free port, and greet callers on a thread.
+    """Context manager: check that the member's address can be bound, by binding it.
 
-    Yields (port, error's text): the text is empty if all went well, and the port is 0
-    without ``listen`` or after an error. Ends the thread and closes the port on exit.
+    With ``listen``, listen there on a free port, and greet callers on a thread. Yields
+    (port, error's text): the text is empty if all went well, and the port is 0 without
+    ``listen`` or after an error. Ends the thread and closes the port on exit.
     """
     with ExitStack() as stack:
         try:
@@ -211,7 +211,10 @@ def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
 
 
 def _greeting(spec: GroupSpec, rank: int, port: int) -> bytes:
-    """Return the greeting that identifies the member with this rank, at this port."""
+    """Return the greeting that identifies the member with this rank, at this port.
+
+    It is a hash keyed by the group's secret, which others cannot compute.
+    """
     words = f"greeting {rank} {port}".encode()
     return hashlib.blake2b(words, digest_size=_GREETING_NBYTES, key=spec.secret).digest()
 

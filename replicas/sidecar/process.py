@@ -41,7 +41,7 @@ from replicas.weights.memory.buffers import Buffer
 
 
 class SidecarProcess:
-    """A sidecar's group and buffers, and its handling of each request."""
+    """A sidecar's process group and mapped buffers; it handles the rank's requests."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         """Begin without a process group, GPU or mapped buffer; start no thread.
@@ -105,9 +105,9 @@ class SidecarProcess:
             return wire.Failed(number, _summary(error), over=not refused)
 
     def _build(self, request: wire.BuildGroup) -> wire.Reply:
-        """Form the process group, and use its GPU; block until then, and reply Done.
+        """Form the process group, and use its GPU; block until then, and return Done.
 
-        :raises ValueError: there is a group already. Errors are those of
+        :raises ValueError: there is a group already. Other errors are those of
             :func:`build_group`.
         """
         if self._group is not None:
@@ -122,9 +122,9 @@ class SidecarProcess:
     def _collective(self, request: wire.RunCollective) -> wire.Reply:
         """Run an operation on mapped buffers; block until its results are there.
 
-        Reply Done.
+        Return Done.
 
-        :raises ValueError: there is no group, or no such buffer, or they do not fit.
+        :raises ValueError: there is no group, or the buffers do not fit.
         :raises RuntimeError: a peer failed, or the timeout passed.
         """
         group, spec = self._built_group, request.spec
@@ -142,10 +142,9 @@ class SidecarProcess:
         return wire.Done(request.id)
 
     def _probe(self, request: wire.ProbeBuffer) -> wire.Reply:
-        """Return all bytes of a small mapped buffer in a reply.
+        """Return a reply with all bytes of a small buffer: proof that it can be read.
 
-        It proves that the buffer can be read. Blocks until the rank's GPU work on it
-        has ended.
+        Block until the rank's GPU work on the buffer has ended.
         """
         buffer = self._buffer(request.buffer)
         with self._stream():
@@ -154,10 +153,12 @@ class SidecarProcess:
         return wire.Probed(request.id, seen)
 
     def _map(self, key: int, fd: int, device: str) -> None:
-        """Map a buffer, and own ``fd``; keep an error for the request that uses it.
+        """Map a buffer for later requests, and own ``fd``; raise nothing.
+
+        An error is kept, and raised by each request that uses the buffer.
 
         :param key: name of the buffer in later requests.
-        :param device: UUID of its GPU; empty for host memory.
+        :param device: UUID of its GPU, which is selected; empty for host memory.
         """
         try:
             if device:
@@ -172,13 +173,20 @@ class SidecarProcess:
             self._unusable[key] = error
 
     def _buffer(self, key: int) -> Buffer:
-        """Return the buffer mapped as ``key``; raise the error of a failed mapping."""
+        """Return the buffer mapped as ``key``.
+
+        :raises replicas.errors.ReplicasError: it could not be mapped.
+        :raises KeyError: no such buffer was sent.
+        """
         if key in self._unusable:
             raise self._unusable[key]
         return self._buffers[key]
 
     def _select_gpu(self, uuid: str) -> None:
-        """Use this GPU from now on; raise InternalError if another is in use."""
+        """Use this GPU from now on, also in the group; nothing if it is in use already.
+
+        :raises replicas.errors.InternalError: another GPU is in use.
+        """
         if self._uuid not in ("", uuid):
             raise InternalError(f"this sidecar works on GPU {self._uuid}, not on {uuid}")
         if not self._uuid:

@@ -43,7 +43,9 @@ _c10d: Any = dist  # torch's own annotations leave out most of the names below
 
 
 class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores untyped
-    """The keys of one lane.
+    """torch's store for the keys of one lane (process group), with signed values.
+
+    It detects values that no member of the lane has written.
 
     :param inner: the store, with the lane's prefix.
     :param secret: shared by all members of the lane.
@@ -67,7 +69,10 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
     # ------------------------------------------------------ methods for process groups
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write ``value`` behind its tag (a keyed hash), and remember it as our own."""
+        """Write ``value`` behind its tag, a keyed hash.
+
+        Also remember it as our own, so that :meth:`verify` finds later changes.
+        """
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._mine[key] = self._tag(key, data) + data
         self._inner.set(key, self._mine[key])
@@ -82,7 +87,12 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         return self._verified_value(key, self._patiently(lambda: self._inner.get(key), self._timeout))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for all keys as :meth:`get` does for one, and return their values."""
+        """Wait up to the timeout for all keys; return their values, in order.
+
+        :raises torch.distributed.DistStoreError: a key is missing after the timeout.
+        :raises replicas.errors.StoreTampered: a value, or an own key, was tampered
+            with.
+        """
         values = self._patiently(lambda: self._inner.multi_get(list(keys)), self._timeout)
         return [self._verified_value(key, value) for key, value in zip(keys, values, strict=True)]
 
@@ -98,8 +108,9 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         return found
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are in the store.
+        """Wait until all keys are in the store; do not verify their values.
 
+        :param timeout: limit; None: that of :meth:`set_timeout`.
         :raises torch.distributed.DistStoreError: a key is missing after the timeout.
         :raises replicas.errors.StoreTampered: an own key was deleted or overwritten.
         """
@@ -124,11 +135,14 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
                     raise
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of later waits of this object."""
+        """Set the limit of later waits for keys by this object; at first 30 s."""
         self._timeout = timeout
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key, also of another member; return True if it was there."""
+        """Delete a key, also of another member; return True if it was there.
+
+        An own key is no longer verified then.
+        """
         self._mine.pop(key, None)
         found: bool = self._inner.delete_key(key)
         return found
@@ -143,7 +157,10 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
 
     @property
     def slice_s(self) -> float:
-        """Timeout of one request to the store: several measured round trips."""
+        """Timeout of one request to the store, in seconds: several round trips.
+
+        The first call measures a round trip, by a request.
+        """
         if not self._slice_s:
             asked = time.monotonic()
             self._inner.set_timeout(self._timeout)

@@ -57,7 +57,7 @@ class _Connection(NamedTuple):
 
 
 class Traffic:
-    """Measures the traffic of the current request. Thread-safe."""
+    """Measures the TCP traffic of a sidecar's current request. Thread-safe."""
 
     def __init__(self) -> None:
         """Begin outside a request; read no counts yet."""
@@ -73,7 +73,10 @@ class Traffic:
 
     @contextlib.contextmanager
     def of_request(self) -> Iterator[None]:
-        """Context manager: count the bytes to and from peers, during one request."""
+        """Context manager: count bytes to and from peers, for :meth:`progress`.
+
+        It begins at 0 for each request. Outside a block there is no progress.
+        """
         now = time.monotonic()
         with self._lock:
             self._last = self._read() if self._sockets else self._find()
@@ -149,9 +152,10 @@ def _descriptors() -> Iterator[int]:
 
 @contextlib.contextmanager
 def _borrowed(fd: int, family: int = -1, kind: int = -1) -> Iterator[socket.socket]:
-    """Context manager: a socket object for descriptor ``fd``, which stays open.
+    """Context manager: yield a socket object for descriptor ``fd``, which stays open.
 
-    :param family: address family of the socket, as its ``kind``; -1: ask the kernel.
+    :param family: address family of the socket.
+    :param kind: type of the socket; -1 for either asks the kernel.
     """
     sock = socket.socket(family, kind, -1, fd)
     try:

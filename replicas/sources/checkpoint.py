@@ -44,14 +44,14 @@ _DAMAGED = (
 
 
 class Checkpoint(dict[str, torch.Tensor]):
-    """The result of :func:`checkpoint`: CPU tensors by name.
+    """A model's CPU tensors by name, as :func:`checkpoint` returns them.
 
     :ivar metadata: texts of the files' headers.
     :ivar aliases: names of tied tensors -> the name that owns the memory.
     """
 
     def __init__(self) -> None:
-        """Begin without tensors."""
+        """Begin without tensors; :func:`checkpoint` adds those of each file."""
         super().__init__()
         self.metadata: dict[str, str] = {}
         self.aliases: dict[str, str] = {}
@@ -311,7 +311,7 @@ def _read_ties(header: Header) -> dict[str, str]:
 def _spec(name: str, entry: FileEntry, stand_in: str | None) -> TensorSpec:
     """Return name, dtype and shape of a tensor of a file, as torch has them.
 
-    :param entry: of the tensor in the file's header.
+    :param entry: the tensor's entry in the file's header.
     :param stand_in: the real dtype of a tensor that a file of an old release stores as
         bytes (U8), as that release had no code for the dtype; None for other tensors.
     :raises ValueError: torch does not have the dtype, or rows are not whole bytes.
@@ -334,7 +334,7 @@ def _tensor(data: mmap.mmap, start: int, name: str, entry: FileEntry, stand_in: 
 
     :param data: the mapped file. :param start: offset of the tensors' data in it, in
         bytes.
-    :param entry: of the tensor in the file's header.
+    :param entry: the tensor's entry in the file's header.
     :param stand_in: the real dtype of a tensor that a file of an old release stores as
         bytes (U8); None for other tensors.
     :raises ValueError: the length of the bytes does not fit dtype and shape.

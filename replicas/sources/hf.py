@@ -98,12 +98,16 @@ def hf(
 
 
 class HfSource:
-    """The result of :func:`hf`: an iterable of (name, tensor) with ``metadata()``."""
+    """A model's weights under their checkpoint's names: an iterable of (name, tensor).
+
+    The result of :func:`hf`. Each iteration yields the model's weights of that moment.
+    """
 
     def __init__(self, model: torch.nn.Module, adapter: str, frozen: bool, sync: str) -> None:
         """Check the arguments, which are those of :func:`hf`; gather nothing.
 
-        For ``adapter="only"`` the model is checked, too.
+        :raises replicas.errors.UsageError: an argument is wrong, or the model has no
+            adapter with ``adapter="only"``.
         """
         if adapter not in ("merged", "only"):
             raise errors.UsageError(f"hf: adapter={adapter!r}", hint='pass "merged" or "only"')
@@ -138,8 +142,10 @@ class HfSource:
         return json.dumps({**found, "inference_mode": True}, default=sorted)
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Return name, dtype and whole shape of each tensor in order, from the ranks'
-        own parts: no communication."""
+        """Return name, dtype and whole shape of each tensor, in order of the iteration.
+
+        They are computed from this rank's own part, without communication.
+        """
         rows = self._planner.plan().rows
         return [(name, row.form.dtype, row.form.shape) for name, row in rows.items()]
 
@@ -147,7 +153,7 @@ class HfSource:
         """Return all tensors by name, as views of the model's own memory. Return None
         if one has to be gathered, merged or computed.
 
-        ``publish`` copies such views together, in place of a walk over the tensors.
+        ``publish`` copies such views all at once, and does not iterate then.
         """
         plan = self._planner.plan()
         return _views(plan) if _is_resident(plan) else None
@@ -177,8 +183,8 @@ class HfSource:
         return _views(plan)
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
-        """Return True if the model's class keeps the tensor in float32 when the model
-        is cast to ``dtype``."""
+        """Return True if the model's class has tensor ``name`` stay in float32 when the
+        model is cast to ``dtype``. Nothing is cast here."""
         return name in self._planner.kept_in_float32(dtype)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -198,7 +204,10 @@ class HfSource:
 
 
 def _views(plan: Plan) -> dict[str, torch.Tensor]:
-    """Return the plan's tensors by name, as views of the model's own memory."""
+    """Return the plan's tensors by name, as views of the model's own memory.
+
+    All must be such views, without gathering (:func:`_is_resident`).
+    """
     with torch.no_grad():
         state = {name: tensor.detach() for name, tensor in plan.state.items()}
         return {name: row.apply(state) for name, row in plan.rows.items()}

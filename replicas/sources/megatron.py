@@ -78,8 +78,10 @@ def megatron(
 
 
 class MegatronSource:
-    """The result of :func:`megatron`: an iterable of (name, tensor) with
-    ``metadata()``."""
+    """A Megatron model's exported weights: an iterable of (name, tensor).
+
+    The result of :func:`megatron`. Each iteration is a new export (a collective).
+    """
 
     def __init__(
         self,
@@ -92,7 +94,9 @@ class MegatronSource:
         """Check the arguments, which are those of :func:`megatron`.
 
         Without ``like`` and ``share`` walk ``export`` once (a collective), to learn
-        names, dtypes and shapes.
+        names, dtypes and shapes; keep no tensor.
+
+        :raises replicas.errors.UsageError: an argument is wrong.
         """
         if not callable(export):
             hint = "pass a function: lambda: bridge.export_hf_weights(model)"
@@ -110,13 +114,16 @@ class MegatronSource:
 
     def metadata(self) -> list[_Row]:
         """Return name, dtype and shape of each tensor in order, as found at the
-        construction; empty with ``share``. No communication."""
+        construction; an empty list with ``share``. No communication."""
         return list(self._rows)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Begin a new walk; yield name and tensor, or None for a tensor that another
-        rank publishes. After an error in a tensor finish the walk, as other ranks take
-        part in it, then raise."""
+        """Begin a new walk; yield name and tensor, or name and None for a tensor that
+        another rank publishes.
+
+        After an error in converting a tensor, finish the walk (a collective, in which
+        other ranks take part) without yielding, then raise the error.
+        """
         walk = self._pairs()
         for number, (name, tensor) in enumerate(walk):
             try:
@@ -129,7 +136,7 @@ class MegatronSource:
 
     def _made(self, number: int, name: str, tensor: torch.Tensor) -> tuple[tuple[str, torch.Tensor | None], ...]:
         """Return the (name, tensor) pairs to publish for one exported tensor: two if it
-        is quantised; with None as tensor in another rank's share.
+        is quantised; with None as tensor if another rank publishes it.
 
         :param number: position of the tensor in the walk.
         """

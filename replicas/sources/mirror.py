@@ -45,7 +45,7 @@ logger = Log("replicas.sources")
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """A version held by a folder.
+    """The note in a version's folder, which says what version it holds.
 
     ``version``: its number in its run. ``run``: name of that run. ``term``: number of
     the run's coordinator, higher than all earlier ones of any run. ``sequence``: number
@@ -61,8 +61,8 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mirror:
-    """A folder of versions. This object is its only writer until :meth:`close` or the
-    end of its ``with`` block.
+    """Writer of a folder of versions; the only one until :meth:`close` or the end of
+    its ``with`` block.
 
     :param folder: created if missing; remains of a killed writer are removed.
     :param keep: number of versions that stay; one more while the next is written.
@@ -84,9 +84,7 @@ class Mirror:
         like: Path | None = None,
         marker: str = "",
     ) -> None:
-        """Check the arguments.
-
-        Create and lock the folder, and remove unfinished parts of it.
+        """Check the arguments; create and lock the folder, and remove unfinished parts.
 
         :param folder: gets a folder for each version. :param keep: number of versions
             that stay. :param name: pattern of their folders' names. :param like: a
@@ -126,8 +124,8 @@ class Mirror:
         self.close()
 
     def write(self, file: int, version: Version) -> Path:
-        """Write the folder of a version unless it is already the newest; return its
-        path.
+        """Write the folder of a version unless the newest folder already holds it.
+        Return the folder's path.
 
         Point ``latest`` to it, and remove the oldest versions beyond ``keep``.
 
@@ -149,7 +147,8 @@ class Mirror:
         return place
 
     def _write(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> None:
-        """Write a version's folder at ``place``, and point ``latest`` to it.
+        """Write a version's folder at ``place``, and point ``latest`` to it. After an
+        error ``latest`` leads to the same version as before.
 
         :param file: descriptor of the version's file.
         :param kept: notes of all versions in the mirror's folder, by path. One at
@@ -182,15 +181,15 @@ class Mirror:
         return name
 
     def _fill_part(self, place: Path, file: int, version: Version, kept: dict[Path, Version]) -> Path:
-        """Write the version and the files beside it to a hidden folder.
-
-        Return its path.
+        """Write the version, the files beside it and its note to a new hidden folder;
+        return that folder's path.
 
         :param place: the folder that it becomes, for its name. :param file: descriptor
             of the version's file.
         :param kept: notes of the versions that are there; the new ``sequence`` is above
             theirs.
-        :raises replicas.errors.UsageError: it cannot be written; a part may be left.
+        :raises replicas.errors.UsageError: the version cannot be written. The caller
+            removes the hidden folder after any error.
         """
         part = self._free_path(place.name)
         part.mkdir()
@@ -251,8 +250,8 @@ class Mirror:
             return ""
 
     def _read_versions(self) -> dict[Path, Version]:
-        """Read the note (:class:`Version`) of each version's folder; return them by
-        path."""
+        """Read the note (:class:`Version`) of each version's folder; return the notes
+        by folder. Folders without a valid note are left out."""
         there = (one for one in self._folder.iterdir() if not one.name.startswith(".") and not one.is_symlink())
         return {one: note for one in there if (note := _read_note(one)) is not None}
 

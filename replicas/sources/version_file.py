@@ -73,7 +73,10 @@ def read_header(fd: int) -> Header:
 
 def decode_texts(metadata: Mapping[str, str], key: str) -> dict[str, str]:
     """Decode a JSON object of texts, which is the value of ``key`` in a header's
-    metadata; return an empty dict if it is missing."""
+    metadata; return an empty dict if the key is missing.
+
+    :raises msgspec.DecodeError, msgspec.ValidationError: the value is no such object.
+    """
     return _TEXTS.decode(metadata.get(key, "null")) or {}
 
 
@@ -90,7 +93,8 @@ def save(version: int, path: Path, metadata: Mapping[str, str]) -> None:
 
     :param version: a descriptor of ``update.path``.
     :param metadata: texts that are added to the header.
-    :raises replicas.errors.UsageError: the file cannot be written.
+    :raises replicas.errors.UsageError: the file cannot be written; an earlier one at
+        ``path`` stays.
     """
     header = read_header(version)
     entries, spans = _lay_out(header)

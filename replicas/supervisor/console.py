@@ -52,10 +52,10 @@ class Console:
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Print logged warnings and errors here during the block.
+        """Print logged warnings and errors on this console during the block.
 
-        Does so only if the root logger has no handler. At the end, flush the queued log
-        records and remove the handler again.
+        Does so only if the root logger has no handler yet. At the end, also after an
+        error, flush the queued log records and remove the handler again.
         """
         root = logging.getLogger()
         handler = _Handler(self) if not root.handlers else None
@@ -100,7 +100,7 @@ class Console:
 
 
 class _Handler(logging.Handler):
-    """Prints warnings and errors like all other lines."""
+    """Prints logged warnings and errors as lines of a console."""
 
     def __init__(self, console: Console) -> None:
         """Handle warnings and errors as lines of ``console``; install nothing."""

@@ -18,7 +18,8 @@ async def finish_in_thread(
     """Run ``work`` in a thread, wait for its end, and return its result.
 
     A cancelled caller still waits until the thread has ended, as the thread must not
-    run while the caller cleans up; then CancelledError is raised.
+    run while the caller cleans up; then CancelledError is raised, and an error of
+    ``work`` is dropped. Both callbacks run on the event loop.
 
     :param given_up: called first on a cancellation, to make ``work`` end early.
     :param undo: called after a cancellation if ``work`` succeeded nevertheless.

@@ -5,11 +5,10 @@ preemption: drain, and exit with 75. HUP reloads the config file; but if the ter
 gone it drains, unless the process was started by nohup. A drain or preemption during
 the start cancels the start.
 
-:class:`Notifier` speaks sd_notify(3), a datagram of ``NAME=value`` lines per message;
-fields that a full buffer refuses go with the next one. :class:`Watcher` sends
-``READY=1`` when the control port answers: a start must not fail if a model loads for
-longer than systemd waits. A drain sends ``EXTEND_TIMEOUT_USEC``. ``WATCHDOG=1`` is sent
-only if the control loop has run since the last one: systemd kills a hung supervisor.
+:class:`Notifier` speaks sd_notify(3), a datagram of ``NAME=value`` lines per message.
+:class:`Watcher` sends ``READY=1`` when the control port answers: a start must not fail
+if a model loads for longer than systemd waits. A drain sends ``EXTEND_TIMEOUT_USEC``,
+and ``WATCHDOG=1`` is sent only if the fleet's monitor has run since the last one.
 """
 
 from __future__ import annotations
@@ -59,9 +58,11 @@ _LINE_CHARACTERS = 900
 def supervise(config: Config, surroundings: SchedulerHooks = SchedulerHooks()) -> int:
     """Run ``config`` to its end in this process, with human-readable lines on stderr.
 
+    Blocks. Handles signals, and raises the limit of open files, of this process.
+
+    :param surroundings: what the scheduler that starts this process changes.
     :return: one of :mod:`replicas.control.exit_codes`.
-    :raises replicas.errors.UsageError: the run cannot be started with this config (a
-        BadConfig if its plan does not fit the machine).
+    :raises replicas.errors.UsageError: the run cannot be started with this config.
     """
     inherited.put_in_order()
     # Each replica needs several open files; 1024 is a common limit.
@@ -83,7 +84,7 @@ def supervise(config: Config, surroundings: SchedulerHooks = SchedulerHooks()) -
 
 
 async def _supervise(config: Config, console: Console, surroundings: SchedulerHooks) -> int:
-    """Run the config on this event loop, and return the exit code of the run."""
+    """Run the config to its end on this loop, handle signals; return the exit code."""
     say = console.say
     notifier = Notifier.from_environ(os.environ)
     supervisor = Supervisor(surroundings.adapt(config), report=say)
@@ -145,14 +146,14 @@ class _Terminal:
     """The terminal of this process, with which the run ends unless it has nohup."""
 
     def __init__(self) -> None:
-        """Note whether this process has a terminal, and ignores SIGHUP (nohup)."""
+        """Note whether this process has a terminal, and whether it runs under nohup."""
         stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
         self._controls = not stays and self._is_controlled()
         self._shown = not stays and os.isatty(2)
 
     @property
     def gone(self) -> bool:
-        """True if the process had a terminal and it is gone; stderr may be a pipe."""
+        """True if the terminal of the start is gone; always False under nohup."""
         return (self._controls and not self._is_controlled()) or (self._shown and not os.isatty(2))
 
     @staticmethod
@@ -166,7 +167,7 @@ class _Terminal:
 
 
 class _Operator:
-    """Carries out signals, each in its own task. ``name``: that of the signal."""
+    """Carries out signals (drain, preempt, reload), each in a task."""
 
     def __init__(
         self,
@@ -217,13 +218,13 @@ class _Operator:
                 signal.signal(signum, signal.SIG_IGN)
 
     async def finish(self) -> None:
-        """Cancel all reloads, and wait for the other tasks of signals."""
+        """Cancel all reloads, and wait until all tasks of signals have ended."""
         for task in self._reloads:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # each has reported its own error
 
     async def entered(self, stack: AsyncExitStack) -> bool:
-        """Start the supervisor in ``stack``. Return False if a signal cancelled it."""
+        """Enter the supervisor in ``stack``. Return False if a signal cancelled it."""
         entered = False
         self._starting = asyncio.current_task()
         try:
@@ -272,12 +273,12 @@ class _Operator:
         self._watcher.stopping()
 
     async def _end(self, *, hurry: bool = False, preempted: bool = False) -> None:
-        """Wait for the start, then for a preemption or drain (``hurry``: SIGKILL)."""
+        """Wait for the run's start; then preempt or drain it (``hurry``: SIGKILL)."""
         await self.started.wait()
         await (self._supervisor.preempt() if preempted else self._supervisor.drain(hurry=hurry))
 
     def _hang_up(self, name: str) -> None:
-        """Reload the config for signal ``name``, or drain if the terminal is gone."""
+        """Order a reload for signal ``name``, or drain if the terminal is gone."""
         if self._terminal.gone:
             if not self._ending:
                 self._drain(f"{name} of a terminal that is gone")
@@ -287,9 +288,8 @@ class _Operator:
             self._reload_asked.set()
 
     async def _reload_when_asked(self) -> None:
-        """Reload the config when asked, one reload at a time, until cancelled. A reload
-        ends when the config is in use or refused; its changes may take long or never
-        end."""
+        """Carry out the reloads that :meth:`_hang_up` orders, until cancelled. The next
+        one begins when the config of the last one is in use or refused."""
         await self.started.wait()
         while await self._reload_asked.wait():
             self._reload_asked.clear()
@@ -300,7 +300,7 @@ class _Operator:
                 await decided.wait()
 
     async def _change(self, decided: asyncio.Event) -> None:
-        """Reload the config once; set ``decided`` when it is in use or refused."""
+        """Reload once, or print why not; set ``decided`` when it is used or refused."""
 
         def accepted(reloaded: Reloaded) -> None:
             """Print what changes, and set ``decided``."""
@@ -317,7 +317,7 @@ class _Operator:
             decided.set()
 
     def spawn(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
-        """Start the work in a task, which prints its error and does not raise it."""
+        """Run the work in a task, which prints errors; :meth:`finish` waits for it."""
         return keep_until_done(asyncio.create_task(self._reporting(work)), self._tasks)
 
     async def _reporting(self, work: Coroutine[object, object, object]) -> None:
@@ -332,10 +332,10 @@ class _Operator:
 
 
 class Notifier:
-    """Sends sd_notify messages to a datagram socket, if it has an address."""
+    """Sends messages to systemd (sd_notify), if it has the address of a socket."""
 
     def __init__(self, address: str = "", watchdog_s: float | None = None) -> None:
-        """Open a socket if there is an address; keep the watchdog's time, if any."""
+        """Open a socket for an address. ``watchdog_s``: limit between signs of life."""
         self.watchdog_s = watchdog_s
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) if address else None
@@ -357,7 +357,7 @@ class Notifier:
         return self._socket is not None
 
     def send(self, **fields: str) -> bool:
-        """Send fields and unsent ones without waiting. Return False if that failed."""
+        """Send these and unsent fields, without waiting; return False if that fails."""
         if self._socket is None:
             return False
         self._unsent.update(fields)
@@ -377,7 +377,7 @@ class Notifier:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Send RELOADING before the block, and READY after it."""
+        """Send RELOADING before the block, and READY after it, also after an error."""
         self.send(RELOADING="1", MONOTONIC_USEC=str(time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000))
         try:
             yield
@@ -406,7 +406,7 @@ class Watcher:
         self._loop_at: float | None = None
 
     async def run(self) -> None:
-        """Send ``READY=1``, then changes each second, or as the watchdog requires."""
+        """Send ``READY=1``, then changes, at least each second, until cancelled."""
         if not self._notifier.wanted:
             return
         watchdog_s = self._notifier.watchdog_s
@@ -423,7 +423,7 @@ class Watcher:
             self._notifier.send(STOPPING="1")
 
     def send_changes(self, now: float, **fields: str) -> None:
-        """Send ``fields``, a changed status line, and a sign of life if due ``now``."""
+        """Send ``fields``, a changed status, and if due ``now``, a sign of life."""
         status = self._supervisor.status()
         line = status_line(status)
         if line != self._status:

@@ -39,7 +39,7 @@ _MISPLACED = Cause("reload", "the labels of its node have changed")
 
 
 class Reloading:
-    """The reloads of a run.
+    """Reloads the config of a run: checks a new one, and applies the differences.
 
     :param fleet: returns the groups of the run, or raises UsageError during the start.
     :param check_plan: returns this machine, or raises BadConfig if the plan does not
@@ -77,14 +77,16 @@ class Reloading:
         """Replace the config of the run, and wait until all changes are carried out.
 
         A config that is refused changes nothing: an event is emitted, and the error
-        raised.
+        raised. The next reload can begin once this config is in use.
 
         :param config: default: read the file of the present one again.
-        :param accepted: called once, when the config is in use, before its restarts
-            end.
+        :param accepted: called once with the event, when the config is in use, before
+            its restarts end.
         :returns: the event with the names of changed, added and removed groups.
-        :raises replicas.errors.WorldError: a restart failed, or a newer reload
-            cancelled it.
+        :raises replicas.errors.UsageError: the config is refused, or the run is being
+            drained.
+        :raises replicas.errors.WorldError: the state cannot be written; or the config
+            is in use, but a restart failed, or a newer reload cancelled it.
         """
         async with self._one_at_a_time:
             context, fleet = self._context, self._fleet()
@@ -171,6 +173,8 @@ class Reloading:
         :param rolls: names of the groups with replicas to restart.
         :returns: the event with the changed, added and removed groups, which was
             emitted.
+        :raises replicas.errors.WorldError: the state cannot be written; the config is
+            in use nevertheless.
         """
         context, fleet = self._context, self._fleet()
         for name in (*rolls, *found.removed):

@@ -146,7 +146,8 @@ class Reporting:
         May end the wait of :meth:`last_scrape`.
 
         :param accept: the Accept header of the request, which chooses the format.
-        :param client: address of the scraper, to tell regular scrapers apart.
+        :param client: address of the scraper, by which its regular scrapes are
+            recognized.
         """
         now, over = time.monotonic(), self.ended is not None
         self._scrapes.note_scrape(client, now, over=over)

@@ -15,7 +15,7 @@ log = Log("replicas.supervisor")
 
 
 class Saving:
-    """Writes state.json of a run."""
+    """Writes state.json of a run, from which the next supervisor takes it over."""
 
     def __init__(self, context: FleetContext, nodes: Nodes) -> None:
         """Keep the arguments; write nothing yet."""

@@ -32,9 +32,10 @@ class SchedulerHooks(NamedTuple):
 
 
 def on_cluster(config: Config, address: str, min_nodes: int) -> Config:
-    """Return the config of a run in which agents offer all machines, this one too.
+    """Return the config changed so that agents offer all machines, this one too.
 
-    Ports on loopback are moved to ``address``.
+    A control port or store on loopback is moved to ``address``, the control port to any
+    free port.
 
     :param address: of this machine, as the others reach it.
     :param min_nodes: number of nodes that must join before any replica starts.

@@ -3,9 +3,8 @@
 One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events,
 the coordinator (store, sessions, control port) and the control socket, and passes the
 groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`. All commands arrive here,
-from an embedding program, the control port, the socket or a signal, and every event
-goes through :meth:`Supervisor.emit`. State that must survive a kill is written before
-it takes effect. The end: replicas, events, agents, then the coordinator and its port.
+every event goes through :meth:`Supervisor.emit`, and state that must survive a kill is
+written before it takes effect. The end: replicas, events, agents, then the coordinator.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ class Supervisor:
 
     @property
     def resources(self) -> Resources:
-        """The ledger of nodes, GPUs and memory."""
+        """The ledger of the nodes, and of the GPUs and memory that replicas hold."""
         return self._context.resources
 
     @property
@@ -139,7 +138,7 @@ class Supervisor:
         return self._reporting.metrics
 
     def _make_coordinator(self) -> Coordinator:
-        """Create the coordinator, with routes of agents and orders; start nothing."""
+        """Return a new coordinator with routes for agents and orders; start nothing."""
         config = self.config
         access = ByToken(lambda: self.coordinator.tokens, self._count_refusal)
         coordinator = Coordinator(
@@ -169,8 +168,9 @@ class Supervisor:
     def _vouch(self, hello: Hello) -> bool:
         """Return True if a joining member is of a replica that this run starts.
 
-        :raises replicas.errors.Fenced: it claims to be, without that replica's secret
-            mark.
+        Return False if its group is external or unknown.
+
+        :raises replicas.errors.Fenced: it lacks the secret mark of such a replica.
         """
         config, saved = self.config.groups.get(hello.group), self.state.saved
         shims: tuple[ShimRecord, ...] | None = saved.shims if saved else ()  # members of a run taken over come first
@@ -185,7 +185,10 @@ class Supervisor:
     # ------------------------------------------------------------ from start to end
 
     async def __aenter__(self) -> Self:
-        """Lock the run, open its ports, end leftovers; start replicas without waiting.
+        """Lock the run, open its ports, kill leftovers; start replicas without waiting.
+
+        An error ends all that was started. Replicas of an earlier supervisor then
+        continue for the next one if the config has ``run.adopt``.
 
         :raises replicas.supervisor.state.state.AlreadySupervised: another supervisor
             has the run.
@@ -214,7 +217,7 @@ class Supervisor:
         return self
 
     async def _open(self, stack: AsyncExitStack, config: Config) -> None:
-        """Start a run of ``config``; the end of ``stack`` ends its parts in reverse."""
+        """Start a run of ``config``; closing ``stack`` ends its parts, last first."""
         stack.callback(self._release)
         events = self._reporting.open(stack, self.state.open_events(config.run.events_max_nbytes), config.run.name)
         self._reporting.tell_of_leases(self.state.heritage.unseen)
@@ -258,7 +261,7 @@ class Supervisor:
     def _resume(self, saved: Saved) -> None:
         """Continue the ``saved`` state's drain, or apply a changed config, in a task.
 
-        A preemption concerns one machine: it continues only if this agent still lives.
+        A preemption's drain continues only if this machine's old agent still lives.
         """
         preempted = saved.draining == "preempted"
         if saved.draining and self.config.run.adopt_s and (self.state.heritage.known is not None or not preempted):
@@ -269,7 +272,7 @@ class Supervisor:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Drain what still runs, unless a next supervisor takes it; end the rest."""
+        """Drain what still runs, unless a next supervisor takes it; unlock the run."""
         try:
             self._crashed = self._tasks is not None and self._tasks.cancel_scope.cancel_called
             if self._crashed and self.config.run.adopt_s:
@@ -300,7 +303,7 @@ class Supervisor:
         self.coordinator.engine.refused(reason)
 
     def _release(self) -> None:
-        """Unlock the state folder; save the state if a next supervisor needs it."""
+        """Save the state, or remove it after the run's end; unlock the state folder."""
         ended = self._fleet is not None and self._fleet.over.is_set() and not (self.detached or self._crashed)
         if self._goes_on:
             self.save()
@@ -313,10 +316,7 @@ class Supervisor:
 
     @staticmethod
     async def check_plan(config: Config) -> Machine:
-        """Check that the groups of ``config`` fit this machine; return its resources.
-
-        :raises replicas.errors.BadConfig: they do not fit.
-        """
+        """Return this machine's resources; BadConfig if the groups do not fit them."""
         found = await anyio.to_thread.run_sync(machine_for, config)
         refuse_unfit(config, found)
         return found
@@ -351,7 +351,7 @@ class Supervisor:
         :param group: default: all groups.
         :param timeout: seconds; default: limited only by the groups' start timeouts.
         :raises TimeoutError: not ready in time.
-        :raises replicas.errors.WorldError: a replica failed, or the run ended.
+        :raises replicas.errors.WorldError: too many replicas failed, or the run ended.
         """
         fleet, timeout_s = self.fleet, arguments.patience("wait_ready: timeout", timeout)
         groups = fleet.groups.values() if group is None else [fleet.group(group)]
@@ -359,9 +359,9 @@ class Supervisor:
             await fleet.wait_ready(groups)
 
     async def scale(self, group: str, replicas: int) -> None:
-        """Scale ``group`` to ``replicas``: start more, or drain the highest.
+        """Set the size of ``group``: start replicas, or drain those of highest index.
 
-        Waits for the end of drained replicas, not for new ones.
+        Waits for the end of drained replicas only. An error changes nothing.
 
         :raises replicas.errors.UsageError: no such group, a bad number, or the run is
             being drained.
@@ -378,7 +378,10 @@ class Supervisor:
         await fleet.scale(scaled, replicas)
 
     async def steer(self, order: VersionOrder) -> Steered:
-        """Carry out an order about versions, such as a promotion; return its result."""
+        """Carry out an order about versions; return the outcome once it is on disk.
+
+        :raises replicas.errors.ReplicasError: the order was refused.
+        """
         return await carry_out(self.coordinator.engine, order)
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
@@ -386,8 +389,7 @@ class Supervisor:
 
         Does not use the restart budget. Waits until the next generations are starting.
 
-        :param rolling: ``max_unavailable`` replicas at a time; wait until all are
-            ready.
+        :param rolling: ``max_unavailable`` at a time; wait until all are ready.
         :raises replicas.errors.UsageError: no such target, or it is being stopped.
         :raises replicas.errors.WorldError: a replica failed in a rolling restart, which
             stops there; or writing the state failed, and no replicas are restarted.
@@ -398,9 +400,8 @@ class Supervisor:
     async def drain(self, target: str | None = None, *, hurry: bool = False) -> None:
         """End replicas after their sync, and wait until their processes are gone.
 
-        :param target: a group, or a replica (``group/index``), which stays stopped
-            until it is restarted. Default: the whole run, dependent groups first; the
-            run is then over.
+        :param target: a group, or a replica (``group/index``); it stays stopped until
+            restarted. Default: the whole run, dependent groups first; it is over then.
         :param hurry: SIGKILL immediately, also in a drain that is in progress.
         :raises replicas.errors.UsageError: no such group or replica.
         :raises replicas.errors.WorldError: writing the state failed, and the target is
@@ -415,8 +416,7 @@ class Supervisor:
     async def preempt(self) -> None:
         """Drain the run because its machine is about to be taken away; exit code 75.
 
-        Keeps budgets, sizes and version numbers for the next supervisor, and does not
-        use the restart budget. Does nothing when the run is over.
+        Keeps budgets and sizes for the next supervisor. Does nothing after the end.
         """
         if not self.fleet.over.is_set():
             self._preempted = True
@@ -429,8 +429,7 @@ class Supervisor:
         ``run.adopt``. Leave the block then: :meth:`run_until_done` returns 0.
 
         :raises replicas.errors.UsageError: no ``run.adopt``, or the run is at its end.
-        :raises replicas.errors.WorldError: writing the state failed; the supervisor
-            keeps the run.
+        :raises replicas.errors.WorldError: writing failed; this supervisor goes on.
         """
         fleet = self.fleet
         if not self.config.run.adopt_s:
@@ -452,17 +451,17 @@ class Supervisor:
     async def drain_node(self, node: str, *, undo: bool = False) -> None:
         """Move a node's replicas elsewhere after their sync; start none there.
 
-        Does not use the restart budget. Waits until their processes have left the node;
-        its agent then ends, except on the supervisor's own machine. Replicas that fit
-        nowhere else wait.
+        Uses no restart budget. Waits until their processes are gone; then its agent
+        ends, except on this machine. Replicas that fit nowhere else wait.
 
-        :param undo: let replicas start there again; its present ones stay.
+        :param undo: only let replicas start there again; an open drain raises.
         :raises replicas.errors.UsageError: no such node.
+        :raises replicas.errors.WorldError: undone meanwhile, or not written to disk.
         """
         await self._nodes.drain(arguments.text("drain: node", node), undo=arguments.flag("drain: undo", undo))
 
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
-        """Start replicas that failed or are in backoff now, with a full budget.
+        """Start failed replicas, and those in backoff, now; refill the restart budgets.
 
         :param target: a group, or a replica (``group/index``). Default: all.
         :return: names of the replicas that start.
@@ -470,20 +469,22 @@ class Supervisor:
         return self.fleet.reset_failed(target)
 
     async def reload(self, config: Config | Path | str | Mapping[str, Any] | None = None) -> Reloaded:
-        """Replace the config. An invalid one is refused without any change.
+        """Replace the config, and wait until its changes are carried out.
 
         New groups start, removed groups drain, and groups whose processes would be
         started differently restart, rolling; all others continue.
 
         :param config: default: read the file of the present one again.
-        :raises replicas.errors.BadConfig: it is invalid, or changes a fixed setting.
+        :raises replicas.errors.BadConfig: it is invalid, or changes a fixed setting;
+            nothing has changed.
+        :raises replicas.errors.WorldError: it is in use, but a change of it failed.
         """
         return await self.reloading.reload(config)
 
     async def stacks(self, target: str | None = None) -> dict[str, str]:
-        """Return stacks of the ranks of a group or replica (``group/index``), or all.
+        """Return the stacks of ranks as texts, by ``group/replica/rank``.
 
-        :return: texts by ``group/replica/rank``.
+        :param target: a group, or a replica (``group/index``). Default: all.
         """
         found: dict[str, str] = {}
         for one in await asyncio.gather(*(replica.stacks() for replica in self.fleet.targets(target))):
@@ -493,7 +494,7 @@ class Supervisor:
     async def doctor(self, node: str | None = None) -> tuple[Finding, ...]:
         """Return findings of ``replicas doctor``: leftovers, GPUs, limits, disk.
 
-        A node that is away, or does not answer within 40 s, is a problem.
+        A node that is away, or does not answer within 40 s, is reported as a problem.
 
         :param node: default: all nodes.
         :raises replicas.errors.UsageError: no such node.
@@ -540,9 +541,8 @@ class Supervisor:
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
         """Follow all events until the run is over and its processes are gone.
 
-        :param after: begin after the :class:`~replicas.telemetry.events.Record` with
-            this number, as far back as the file of events goes; 0: with the oldest.
-            Default: from now on.
+        :param after: begin after the event with this number, as far back as the file of
+            events goes; 0: with the oldest. Default: from now on.
         """
         return self._reporting.events.follow(
             None if after is None else arguments.integer("events: after", after, least=0)
@@ -587,7 +587,7 @@ class Supervisor:
         return self._fleet
 
     def status(self) -> RunStatus:
-        """Return the present state of the run; its counters come from the events."""
+        """Return a snapshot of the run, after emitting newly refused connections."""
         coordinator, fleet = self.coordinator, self.fleet
         store, ended = coordinator.store_status(), self._reporting.ended
         self._reporting.count_refused(coordinator.refused(), time.monotonic())
@@ -615,7 +615,7 @@ class Supervisor:
 
     @property
     def looked_at(self) -> float:
-        """When the control loop last ran, in seconds of the loop's clock."""
+        """When the fleet's monitor last ran, in seconds of the loop's clock."""
         return self.fleet.looked_at
 
     def metrics_text(self) -> bytes:
@@ -623,10 +623,9 @@ class Supervisor:
         return self.metrics.render()[0]
 
     def scrape(self, accept: str, client: str = "") -> tuple[bytes, str]:
-        """Return the metrics in the format for ``accept``, and its Content-Type.
+        """Note a scrape; return the metrics as ``accept`` asks, and their Content-Type.
 
-        :param client: address of the scraper; the end waits for regular ones, up to 10
-            s.
+        :param client: address of the scraper; the end waits 10 s for regular ones.
         """
         return self._reporting.scrape(accept, client)
 
@@ -653,8 +652,9 @@ class Supervisor:
     def save(self, *, order: bool = False) -> bool:
         """Write the state that survives a kill. Return False if that fails.
 
-        :param order: for an order that is acknowledged then: make it survive a crash of
-            the machine, too.
+        Does nothing, and returns True, before the start and after the last event.
+
+        :param order: for an order to be acknowledged: sync it to disk, or raise.
         :raises replicas.errors.WorldError: writing failed for an order.
         """
         if self._reporting.ended is not None and not self._goes_on:

@@ -69,7 +69,7 @@ class EventLog:
         """Open or create the file, and count its records above ``seq``.
 
         :param path: the file; None keeps nothing on disk.
-        :param max_nbytes: size at which the file is rotated.
+        :param max_nbytes: size at which the file is rotated, in bytes.
         :param tally: counters up to the record ``seq``; they are changed from now on.
         :param seq: number of that record; None: count none of the file's records.
         :param now: returns the time of day, in seconds since 1970.
@@ -99,10 +99,11 @@ class EventLog:
             self.seq = record.seq
 
     def emit(self, event: Event) -> Record:
-        """Number, count, write and pass on one event; return its record.
+        """Number, count and write one event, pass it to followers; return its record.
 
-        If it cannot be written (a full disk), that is logged, and a later event reports
-        how many are missing in the file; followers still get it.
+        Blocks for a write to the disk. If that fails (a full disk), nothing is raised:
+        the failure is logged, and a later event reports how many are missing in the
+        file; followers still get this one.
         """
         if self.tally.events_untold:  # the next written line says how many events are missing
             lost = EventsLost(count=self.tally.events_untold, reason=self._problem)
@@ -118,8 +119,8 @@ class EventLog:
         return record
 
     def _next(self, event: Event) -> tuple[Record, bytes]:
-        """Return the next record and its line, neither counted nor written yet; rotate
-        the file if there is no room."""
+        """Return the next record and its line, neither counted nor written yet. Rotate
+        the file first if the line does not fit."""
         record = Record(self.seq + 1, self._now(), event)
         line = encode(record) + b"\n"
         self._make_room(len(line))
@@ -134,8 +135,8 @@ class EventLog:
         self._wake()
 
     def follow(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Iterate over the records above ``after``, and new ones until :meth:`finish`
-        or :meth:`close`.
+        """Return an iterator over the records numbered above ``after``, and then over
+        new ones as they come, until :meth:`finish` or :meth:`close`.
 
         :param after: number of the last record that the reader has; 0: from the oldest
             record. None, or a number above the newest: only new records.
@@ -143,8 +144,8 @@ class EventLog:
         return self._follow(self.seq if after is None else min(after, self.seq))
 
     async def _follow(self, position: int) -> AsyncIterator[Record]:
-        """Yield the records above ``position``, then each new one, until :meth:`finish`
-        or :meth:`close`."""
+        """Yield the records numbered above ``position``, then each new one, until
+        :meth:`finish` or :meth:`close`."""
         while True:
             news = self._news
             records = self.after(position)
@@ -172,13 +173,16 @@ class EventLog:
         return written or list(self._ring)
 
     def finish(self) -> None:
-        """End the followers after the last record; later records are still written."""
+        """Have each iteration of :meth:`follow` end after the last record.
+
+        Later events are still counted and written.
+        """
         self.finished = True
         self._wake()
 
     def close(self) -> None:
-        """Close the file: later records are no longer written. Followers end after the
-        last record."""
+        """Close the file: later events are counted, but not written. Each iteration of
+        :meth:`follow` ends after the last record."""
         self.finished = self._closed = True
         if self._fd >= 0:
             os.close(self._fd)
@@ -186,13 +190,13 @@ class EventLog:
         self._wake()
 
     def _wake(self) -> None:
-        """Wake the followers that wait for a record."""
+        """Wake the iterations of :meth:`follow` that wait for a record."""
         self._news.set()
         self._news = asyncio.Event()
 
     def _open(self, path: Path) -> None:
-        """Open or create the file, and cut off a torn last line. A failure is logged,
-        and leaves no open file."""
+        """Open or create the file, and cut off a torn last line. A failure is logged
+        and not raised: the next write tries again."""
         try:
             self._fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             end = _end_of_last_line(self._fd)
@@ -203,10 +207,10 @@ class EventLog:
             self._failed(error)
 
     def _write(self, line: bytes) -> bool:
-        """Write a line to the file, which is opened if need be.
+        """Write a line to the file; open the file first if an earlier opening failed.
 
-        Return False if that failed, which is logged; True also if there is no path, or
-        the log is closed.
+        Return False if the line was not written, which is logged; True also if there is
+        no path, or the log is closed.
         """
         if self.path is None or self._closed:
             return True
@@ -235,8 +239,8 @@ class EventLog:
     def _make_room(self, nbytes: int) -> None:
         """Start a new file if ``nbytes`` more do not fit; on failure keep the old one.
 
-        Call it before the next event is counted: it saves the counters, which must not
-        include an event that no file has.
+        Call it before the next event is counted: ``on_rotate`` saves the counters,
+        which must not include an event that no file has.
         """
         path = self.path
         if path is None or self._fd < 0 or self._closed or not self._size or self._size + nbytes <= self._max_nbytes:
@@ -265,8 +269,9 @@ class EventLog:
 
 
 def read(path: Path, after: int = 0) -> Iterator[Record]:
-    """Yield the file's records above number ``after``, with those of the rotated file
-    before it, oldest first. Records of unknown types are left out. Blocks."""
+    """Yield the records numbered above ``after``, of the rotated file and then of the
+    file, oldest first; none if both are missing. Records of unknown types are left out.
+    Blocks."""
     while records := _chunk(path, after):
         yield from records
         after = records[-1].seq

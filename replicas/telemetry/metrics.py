@@ -216,8 +216,8 @@ class Metrics(Collector):
     """The metrics of one run, from its status and counters at each scrape."""
 
     def __init__(self, status: Callable[[], RunStatus], tally: Callable[[], Tally] = Tally) -> None:
-        """Make a private registry. ``status`` returns the run's status and ``tally``
-        the counters of its events; both are called at each scrape."""
+        """Make a private registry. ``status`` returns the run's status, ``tally`` the
+        counters of its events; both are called at each scrape, and not before."""
         self._status = status
         self._tally = tally
         self._run = ""
@@ -266,7 +266,7 @@ class Metrics(Collector):
     # ------------------------------------------------------------ with their own labels
 
     def _states(self, status: RunStatus) -> Iterator[Metric]:
-        """Yield counts by state, and the nodes on which replicas run."""
+        """Yield the metrics of nodes, replicas and members by state, and of places."""
         yield self._metric("nodes", "Nodes of the run by state.", ("state",), _by_state((), status.nodes, _NODE_STATES))
         series = [pair for one in status.groups for pair in _by_state((one.name,), one.replicas, _STATES)]
         yield self._metric("group_replicas", "Replicas of a group by state.", ("group", "state"), series)
@@ -278,7 +278,7 @@ class Metrics(Collector):
         yield self._metric("replica_node_info", text, ("group", "replica", "node"), series)
 
     def _counts(self, status: RunStatus, tally: Tally) -> Iterator[Metric]:
-        """Yield the counters of events, and whether the last reload succeeded."""
+        """Yield the counters of the run's events, and gauges of reload and labels."""
         groups, channels = status.groups, status.channels
         text = "1 when the config that was last read is in use."
         yield self._metric("config_last_reload_successful", text, (), [((), tally.reload_ok)])
@@ -343,7 +343,7 @@ class Metrics(Collector):
         yield self._metric("operations_total", text, ("channel", "kind", "outcome"), series)
 
     def _times(self, status: RunStatus, tally: Tally) -> Iterator[Metric]:
-        """Yield the histograms of durations."""
+        """Yield the histograms of durations: starts, syncs, loads, operations."""
         groups, channels, none = status.groups, status.channels, Histogram()
         text = "Seconds from the start of a replica to its readiness."
         spreads: list[tuple[Key, Histogram]]

@@ -51,9 +51,9 @@ def exporters(environ: Mapping[str, str]) -> list[str]:
 
 
 class Traces:
-    """Exports the syncs of a run's events.
+    """Exports a run's syncs (publishes with their transfers) to OpenTelemetry.
 
-    :param run: its name. :param environ: where the variables are read.
+    :param run: its name. :param environ: where the ``OTEL_*`` variables are read.
     """
 
     def __init__(self, run: str, environ: Mapping[str, str]) -> None:
@@ -76,8 +76,8 @@ class Traces:
         self._queue.put(record)
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Export what is left, for at most ``timeout_s``; log if that is not enough.
-        Blocks."""
+        """Export the spans that are left; block for at most ``timeout_s`` seconds, and
+        log if that is not enough. The thread goes on until this process ends."""
         self._queue.put(None)
         if not self._queue.flush(timeout_s):
             log.warning("ending without exporting the last spans, which took more than %g s", timeout_s)
@@ -111,7 +111,7 @@ class Traces:
 
 
 class _Writer:
-    """Writes spans with the SDK, which it imports."""
+    """Exports spans of :mod:`.tracks` by OpenTelemetry's SDK, which it imports."""
 
     def __init__(self, run: str, environ: Mapping[str, str]) -> None:
         """Import the SDK and load the exporters, on the exporting thread. Raise
@@ -200,7 +200,7 @@ class _Writer:
         return told.get_span_context()
 
     def flush(self) -> None:
-        """Export what is left. Blocks for as long as the exporters try."""
+        """Export the spans that wait in the SDK. Blocks as long as exporters try."""
         self._provider.force_flush()
 
 

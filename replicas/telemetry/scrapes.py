@@ -13,10 +13,13 @@ _LATE = 1.5
 
 
 class Scrapes:
-    """The last two scrapes of each of the newest clients; a pair of servers are two."""
+    """The times of the last two scrapes of ``/metrics`` by each of the newest clients.
+
+    Two servers that scrape for the same purpose are two clients.
+    """
 
     def __init__(self) -> None:
-        """Begin without clients."""
+        """Begin without clients: no scrape was seen yet."""
         self._times: dict[str, tuple[float, float]] = {}
         self._told: set[str] = set()
 

@@ -66,7 +66,7 @@ CLOCK_STEP_S = 1.0
 
 
 class Spans:
-    """The spans of one run.
+    """A run's events as spans (periods) and marks (instants) of a timeline.
 
     :param most: spans of one kind that a track keeps.
     :ivar seq: number of the newest event. :ivar at: when it happened.
@@ -76,7 +76,7 @@ class Spans:
     """
 
     def __init__(self, most: int = MOST) -> None:
-        """Begin without events; a track keeps ``most`` ended spans of each kind."""
+        """Begin without events; a track (line) keeps ``most`` ended spans of a kind."""
         self._most = most
         self.seq, self.at = 0, 0.0
         self._reset()
@@ -124,7 +124,7 @@ class Spans:
         return sorted((mark for one in self._marks.values() for mark in one), key=lambda mark: mark.seq)
 
     def changed(self, since: int) -> tuple[list[Span], list[Mark]]:
-        """Return the spans and marks that events after number ``since`` changed."""
+        """Return spans and marks begun, changed or ended by events after ``since``."""
         spans: list[Span] = []
         for span in reversed(self._changes.values()):
             if span.changed <= since:
@@ -378,7 +378,7 @@ class Spans:
             span.attributes["unknown_end"] = True
 
     def _end_versions(self, track: str, *, lost: bool = False) -> None:
-        """End the spans of a replica's versions; ``lost``: at an unknown time."""
+        """End the open spans of versions of a replica; ``lost``: at an unknown time."""
         for one, kind, channel in [key for key in self._open if key[:2] == (track, "version")]:
             (self._close_without_end if lost else self._finish)(one, kind, channel)
 
@@ -407,7 +407,7 @@ class Spans:
         folded.until = max(folded.until, end)
 
     def _touch(self, span: Span) -> None:
-        """Note that the newest event changed the span, for :meth:`changed`."""
+        """Record that the newest event changed the span, for :meth:`changed`."""
         span.changed = self.seq
         self._changes[_key(span)] = span
         self._changes.move_to_end(_key(span))
@@ -429,8 +429,8 @@ class Spans:
 
 
 def read(records: Iterable[events.Record], most: int = MOST) -> Spans:
-    """Return the spans of the last run of these records; a track keeps ``most`` of a
-    kind."""
+    """Fold all records; return the spans of the last run in them. A track keeps
+    ``most`` of a kind."""
     found = Spans(most)
     for record in records:
         found.feed(record)

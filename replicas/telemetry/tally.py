@@ -55,13 +55,16 @@ Times = Mapping[str, Sequence[tuple[int, float]]]
 
 
 class Histogram(msgspec.Struct):
-    """``counts``: observations up to each bucket's bound, and above all bounds."""
+    """A histogram of durations: the number in each bucket, and the sum in seconds.
+
+    ``counts``: durations in each bucket, and last those above all bounds.
+    """
 
     counts: list[int] = []
     total_s: float = 0.0
 
     def observe(self, seconds: float, bounds: tuple[float, ...]) -> None:
-        """Count one duration.
+        """Count one duration in its bucket, and add it to the sum.
 
         :param bounds: upper bounds of the buckets in seconds, the same in each call.
         """
@@ -71,13 +74,14 @@ class Histogram(msgspec.Struct):
         self.total_s += seconds
 
     def cumulative(self) -> list[int]:
-        """Return the number of observations up to each bound, and last of all; empty
-        before the first observation."""
+        """Return the number of durations up to each bound, and last of all durations;
+        an empty list before the first one."""
         return list(accumulate(self.counts))
 
 
 class Tally(msgspec.Struct):
-    """Counts by name of the group or channel, then by reason, outcome or phase.
+    """A run's counters: by name of the group or channel, then by reason, outcome or
+    phase.
 
     ``events_lost``: events that could not be written to disk; ``events_untold``: those
     of them that no :class:`EventsLost` has reported yet. ``epochs``: the newest epoch
@@ -177,8 +181,9 @@ class Tally(msgspec.Struct):
                     setattr(self, name, getattr(fresh, name))
 
     def lost_event(self) -> None:
-        """Count an event that could not be written to disk. The ``EventsLost`` event
-        that reports the loss later does not count it again."""
+        """Count an event that could not be written to disk, as lost and as not yet
+        reported. The ``EventsLost`` event that reports it later does not count it
+        again."""
         self.events_lost += 1
         self.events_untold += 1
 
@@ -199,8 +204,11 @@ class Tally(msgspec.Struct):
             self.recoveries.setdefault(step.group, Histogram()).observe(step.recovery_s, START_BUCKETS)
 
     def _mix(self, channel: str, at: float) -> None:
-        """Update ``mixed``: since when ready replicas have served different versions of
-        the channel. ``at``: time of the event, in seconds since 1970."""
+        """Update ``mixed``: set the time since when ready replicas serve different
+        versions of the channel, or remove it if they serve one.
+
+        :param at: time of the event, in seconds since 1970.
+        """
         if len(self.served(channel)) > 1:
             self.mixed.setdefault(channel, at)
         else:
@@ -315,12 +323,13 @@ def _lag_s(due: Sequence[tuple[int, float]], version: int, now: float) -> float:
 
 
 class CounterDeltas:
-    """Turns counters into growth, reported at most every ``interval_s``."""
+    """Reports by how much counters have grown, at most every ``interval_s`` seconds."""
 
     def __init__(self, interval_s: float = 0.0) -> None:
         """Begin with all counters at 0.
 
-        :param interval_s: least time between two reports of :meth:`since`; 0: none.
+        :param interval_s: least seconds between two reports of :meth:`since` that have
+            growth; 0: no limit.
         """
         self._known: Counts = {}
         self._interval_s = interval_s

@@ -131,7 +131,10 @@ def _arrows(slices: Iterable[tuple[Span, Event]]) -> Iterator[Event]:
 def _meta(what: str, pid: int, tid: int, **about: object) -> Event:
     """Return the trace event that names or sorts a process or thread of the trace.
 
-    :param what: the event's name. :param pid: number of the track.
+    A process stands for a track (line of our timeline), a thread for a kind of spans.
+
+    :param what: the event's name, such as ``process_name``.
+    :param pid: number of the track.
     :param tid: number of the kind of spans. :param about: the event's arguments.
     """
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": about}

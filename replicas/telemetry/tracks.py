@@ -49,7 +49,7 @@ MARKS: dict[type, str] = {
 
 
 class Span(msgspec.Struct, kw_only=True):
-    """A period of time on a track.
+    """A period of time on a track (a line of the timeline: a replica, channel, node).
 
     ``id``: number of the event with which it began (a sync: ended). ``start``, ``end``:
     seconds since 1970; ``end`` is None while it lasts. ``parent``: the ``id`` of the
@@ -68,7 +68,7 @@ class Span(msgspec.Struct, kw_only=True):
 
 
 class Mark(msgspec.Struct, kw_only=True, frozen=True):
-    """An instant. ``tone``: as in :mod:`replicas.telemetry.words`."""
+    """An instant on a track. ``tone``: as in :mod:`replicas.telemetry.words`."""
 
     seq: int
     track: str
@@ -115,7 +115,8 @@ def parts(span: Span) -> Iterator[Span]:
 
 
 def _phases(sync: Span) -> Iterator[tuple[str, tuple[float, float]]]:
-    """Yield each phase of a sync with its (start, end), in seconds since 1970."""
+    """Yield each phase of a sync that has ended as (name, (start, end)), in seconds
+    since 1970. Only durations are known: the starts are estimates."""
     seconds: dict[str, float] = sync.attributes.get("phases", {})
     end = sync.end if sync.end is not None else sync.start
     latest, now = end - sum(seconds.get(name, 0.0) for name in _LAST), sync.start

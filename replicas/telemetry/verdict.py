@@ -79,7 +79,10 @@ def _well(status: RunStatus) -> str:
 
 
 def _troubles(status: RunStatus, now: float) -> Iterator[Trouble]:
-    """Yield all troubles and unfinished work of the run, in no order of severity."""
+    """Yield all troubles and unfinished work of the run, not ordered by severity.
+
+    :param now: the present time, in seconds since 1970.
+    """
     if not status.store.up:
         text = "The rendezvous store does not answer: no new process group forms."
         yield Trouble(level="bad", about="run", text=text)
@@ -173,6 +176,7 @@ def _of_channel(channel: ChannelStatus, status: RunStatus, now: float) -> Iterat
     behind on the channel or hold a version open.
 
     :param status: that of the run, for its replicas.
+    :param now: the present time, in seconds since 1970.
     """
     about = f"channel {channel.name}"
     if channel.step is not None and channel.step_before is not None and channel.step < channel.step_before:
@@ -222,8 +226,9 @@ WELL = len(_ILL)
 
 
 def illness(replica: ReplicaStatus) -> int:
-    """Return a rank of the replica's state: 0 is the worst, :data:`WELL` is healthy. A
-    ready replica that is long behind a commit ranks as ``behind``."""
+    """Return a sort key of the replica's state: 0 is the worst, :data:`WELL` is
+    healthy. A ready replica that has not loaded a version 30 s after its commit counts
+    as ``behind``."""
     behind = replica.state in GOOD and max(replica.lag_s.values(), default=0.0) > BEHIND_S
     state = "behind" if behind else replica.state
     return _ILL.index(state) if state in _ILL else WELL

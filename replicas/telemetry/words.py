@@ -57,7 +57,10 @@ def duration_text(seconds: float) -> str:
 
 
 def outcome_text(outcome: str) -> str:
-    """Return why a version was not committed: ``peers lost``, ``no slot is free``."""
+    """Return why a version was not committed, in words such as ``peers lost``.
+
+    :param outcome: of the publish, in snake case, such as ``peers_lost``.
+    """
     return "no free slot, all are in use (raise slots)" if outcome == "busy" else outcome.replace("_", " ")
 
 
@@ -94,7 +97,8 @@ def routine(event: events.Event) -> bool:
 
 
 def subject(event: events.Event) -> str:
-    """Return the group or replica of an event; empty for the whole run or a channel."""
+    """Return the name of the group, replica or node that an event is about; empty for
+    the whole run or a channel."""
     target = getattr(event, "target", None)
     if isinstance(target, str):
         return target
@@ -255,7 +259,7 @@ def _channel_words(who: str, event: events.Event) -> tuple[str, str, str]:
 
 
 def _decided(event: effects.VersionDecided) -> str:
-    """Return a decision about a version as text."""
+    """Return a decision about a version as text: promoted, kept by a lease, ..."""
     version, name, value = f"version {event.version}", event.name, event.value
     match event.what:
         case "promoted":

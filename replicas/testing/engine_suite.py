@@ -59,11 +59,11 @@ class Trial:
 
 
 class _Died(BaseException):
-    """Raised inside a verb: the follower dies."""
+    """Raised inside a call of the engine, to have the follower end as if it died."""
 
 
 class _Watched:
-    """An engine that records the calls of its verbs.
+    """Wraps an engine, and records the calls of its verbs (``load``, ``pause``, ...).
 
     :ivar calls: names of the verbs, in order.
     :ivar before, after: called around a verb, by its name; may raise.
@@ -101,10 +101,10 @@ class _Watched:
 
 
 class _Gate:
-    """A gate that records the versions for which it was opened."""
+    """Stands in for a server's gate, which admits requests; records its calls."""
 
     def __init__(self) -> None:
-        """Begin shut, with no version."""
+        """Begin shut, before any version was opened."""
         self.versions: list[int] = []
         self.is_open = False
 
@@ -114,7 +114,7 @@ class _Gate:
         return self.versions[-1] if self.versions else 0
 
     def open(self, version: int) -> None:
-        """Record the version, and that the gate is open."""
+        """Record that the gate is open, with this version; no request is involved."""
         self.versions.append(version)
         self.is_open = True
 
@@ -129,7 +129,7 @@ class _Gate:
 
 
 class _Stage:
-    """A trainer, a server and its followers.
+    """A trainer, a server, and the followers that feed the server, in one scene.
 
     :ivar error: how the last follower ended; None: it was stopped.
     """
@@ -145,8 +145,9 @@ class _Stage:
 
     @contextmanager
     def following(self, **options: Any) -> Iterator[_Watched]:
-        """Context manager: run a follower of a new engine in a thread; stop and join it
-        on leaving. The value is the engine, with recorded calls.
+        """Context manager: run a follower of a new engine in a thread; on leaving, stop
+        and join it, and assert that it ends. The value is the engine, with recorded
+        calls; :attr:`error` then says how the follower ended.
 
         :param options: arguments of :func:`replicas.engine.follow`, which override
             those that this method sets.
@@ -203,8 +204,8 @@ class _Stage:
         assert found == value, f"the server computes with {found}, and version {newest} is {value}"
 
     def ends(self) -> BaseException | None:
-        """Wait for the end of the follower, for at most the trial's limit; return the
-        error that ended it, or None if it was stopped."""
+        """Wait until the follower ends unasked; return the error that ended it, or
+        None. Do not stop it; after the trial's limit raise AssertionError."""
         self.until(lambda: not self.thread.is_alive(), "the end of the follower")
         return self.error
 

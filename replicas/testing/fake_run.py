@@ -155,8 +155,8 @@ class FakeRun:
     def environ(
         self, group: str, replica: int | Literal["auto"] = 0, rank: int = 0, world_size: int = 1
     ) -> dict[str, str]:
-        """Return the environment variables of a rank, as the supervisor would set them;
-        set none.
+        """Return the environment variables with which :func:`replicas.join` joins this
+        run as this rank; set none here.
 
         :param replica: index in the group; "auto": the coordinator chooses it at the
             join.
@@ -262,6 +262,8 @@ class FakeRun:
     def status(self, channel: str | None = None) -> ChannelStatus:
         """Return the state of a channel as the coordinator sees it; default: the first.
 
+        Blocks until the session thread has answered.
+
         :raises replicas.errors.UnknownChannel: there is no such channel.
         """
         name = next(iter(self._channels)) if channel is None else channel
@@ -281,7 +283,7 @@ class FakeRun:
         """Call a function on the session thread (the loop of all channels of this
         process), and block until it has ended; return its result, or raise its error.
 
-        :raises TimeoutError: it did not end within 30 s.
+        :raises TimeoutError: the function did not end within 30 s.
         """
 
         async def call() -> T:
@@ -309,7 +311,8 @@ class FakeRun:
         wire.frozen = self._frozen.get(member)
 
     def _start_ticks(self) -> None:
-        """Start the task that runs the engine's timers, on the session thread."""
+        """On the session thread: start the task that runs the engine's timers, until
+        :meth:`_stop`."""
         self._tick = self._loop.spawn(self._coordinator.engine.tick_forever(), f"{self.endpoint} ticks")
 
     def _stop(self) -> None:

@@ -15,7 +15,9 @@ from replicas.messages.identity import Member
 
 
 class Wire:
-    """One connection with both of its ends; used on the session thread.
+    """In-memory connection of a member's session and the engine: both of its ends.
+
+    All calls are on the session thread.
 
     :param introduced: called with this wire and the member of its Hello.
     :param accepted: whether the member's token is the run's.
@@ -59,7 +61,10 @@ class Wire:
 
     async def send(self, message: bytes, /) -> None:
         """Pass the member's message to the engine in this process; while frozen, wait
-        first. Raises ConnectionError after a cut."""
+        first. A message that the engine rejects cuts the connection.
+
+        :raises ConnectionError: the connection was cut before.
+        """
         await self._passes()
         if self._cut.is_set():
             raise ConnectionError("the connection was cut")
@@ -131,12 +136,12 @@ class Wire:
         return not self._cut.is_set()
 
     def rtt_s(self) -> float:
-        """Return a constant round-trip time in seconds."""
+        """Return the round-trip time in seconds: a small constant."""
         return 1e-6  # 0 would mean that it is not known
 
     def write(self, messages: Sequence[bytes]) -> None:
-        """Queue the coordinator's messages for the member's :meth:`recv`; never
-        wait."""
+        """Queue the coordinator's messages for the member's :meth:`recv`, also while
+        frozen or after a cut; never wait."""
         self._heard = time.monotonic()
         for message in messages:
             self._frames.put_nowait(message)

@@ -52,8 +52,11 @@ class VirtualTarget:
 
     def _load_update(self, update: Update) -> None:
         """Load one version by the ``load`` function, on this thread, and report it to
-        the run as loaded or failed. Skip it if the targets decided together not to load
-        it."""
+        the run as loaded or failed; after a failure, block until a newer version is
+        committed. Skip it if the targets decided together not to load it.
+
+        :raises replicas.errors.ReplicasError: the channel has ended.
+        """
         try:
             update.adopt().wait()
             self._load(update)

@@ -48,7 +48,7 @@ def key_hash(certificate: bytes) -> str:
 
 
 def make_pem() -> bytes:
-    """Return a new key and its self-signed certificate, as PEM."""
+    """Return a new private key and its self-signed certificate, as PEM."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -71,15 +71,17 @@ def make_pem() -> bytes:
 
 
 class PortKey:
-    """The key of one control port.
+    """The TLS key and certificate of one control port, ready for its server.
 
     :ivar hash: hash of the key, as in join tokens.
     :ivar context: TLS context of the server.
     """
 
     def __init__(self, context: ssl.SSLContext, hash_: str) -> None:
-        """Keep a server's TLS context, and ``hash_``, the hash of its key in join
-        tokens."""
+        """Keep a server's TLS context and the hash of its key.
+
+        :param hash_: as join tokens contain it: see :func:`key_hash`.
+        """
         self.context = context
         self.hash = hash_
 
@@ -102,8 +104,9 @@ class PortKey:
 
     @classmethod
     def of_folder(cls, folder: Path) -> PortKey:
-        """Return the port key saved in a folder; if there is none, make a key and write
-        it there (``key.pem``, readable by this user only). The caller has the folder's
+        """Return the port key saved in a folder; if there is none, make one there.
+
+        The file is ``key.pem``, readable by this user only. The caller has the folder's
         lock.
 
         :raises replicas.errors.UsageError: it cannot be made or used.
@@ -123,29 +126,45 @@ class PortKey:
 
     @classmethod
     def of_pem(cls, pem: bytes) -> PortKey:
-        """Return the port key of a private key and its certificate in PEM."""
+        """Return the port key of a private key and its certificate in PEM.
+
+        Writes no file.
+
+        :raises ValueError, ssl.SSLError: they cannot be used.
+        """
         return cls(context_of(pem), key_hash(_der(pem)))
 
 
 def context_of(pem: bytes) -> ssl.SSLContext:
-    """Return a server's TLS context for a private key and its certificate in PEM."""
+    """Return a server's TLS context for a private key and its certificate in PEM.
+
+    :raises ValueError, ssl.SSLError: they cannot be used.
+    """
     with _as_file(pem) as path:
         return _context(path)
 
 
 def certificate_hash(pem: bytes) -> str:
-    """Return the SHA-256 of the first certificate in ``pem`` (as DER), in
-    hexadecimal."""
+    """Return the SHA-256, in hexadecimal, of the first certificate in a PEM text.
+
+    The hash is of its DER form.
+
+    :raises ValueError: there is no certificate.
+    """
     return hashlib.sha256(_der(pem)).hexdigest()
 
 
 def _der(pem: bytes) -> bytes:
-    """Return the first certificate of the PEM as DER."""
+    """Return the first certificate of the PEM as DER; raise ValueError without one."""
     return ssl.PEM_cert_to_DER_cert(_first(pem.decode("ascii")))
 
 
 def _context(certificate: Path, key: Path | None = None) -> ssl.SSLContext:
-    """Return a server's TLS 1.3 context for a certificate and key in files."""
+    """Return a server's TLS 1.3 context for a certificate and key in PEM files.
+
+    :param key: file of the private key; None: it is in the certificate's file.
+    :raises OSError, ValueError: they cannot be used, or the key has a password.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0
@@ -173,8 +192,10 @@ def _first(pem: str) -> str:
 
 @contextlib.contextmanager
 def _as_file(data: bytes) -> Iterator[Path]:
-    """Context manager: yield the path of a file in memory (memfd) with the data, valid
-    in the block. OpenSSL reads keys from files only."""
+    """Context manager: yield the path of a file in memory (memfd) with this data.
+
+    The path is valid in the block. OpenSSL reads keys from files only.
+    """
     descriptor = os.memfd_create("replicas-key")
     try:
         os.write(descriptor, data)

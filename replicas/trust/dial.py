@@ -26,7 +26,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 class PortConnection(ClientConnection):
-    """A connection that sends its request only to a port of ``owners``.
+    """A WebSocket client that sends its request only to a port of ``owners``.
 
     :ivar owners: users of this machine; None allows all.
     """
@@ -50,8 +50,10 @@ Made = TypeVar("Made", bound=PortConnection)
 
 
 async def dial(way: Way, path: str, made: type[Made], **options: Any) -> Made:
-    """Open a WebSocket to a control port, with the token in the request; return the
-    connection.
+    """Open a WebSocket to a control port, and return the connection.
+
+    The token is in the request, which is sent only after the checks of ``way`` and
+    ``made``.
 
     :param way: endpoint, TLS context and headers: see :mod:`replicas.trust.way`.
     :param path: path of the URL, such as ``/session``.
@@ -77,9 +79,11 @@ async def dial(way: Way, path: str, made: type[Made], **options: Any) -> Made:
 
 
 async def dial_socket(sock: socket.socket, path: str, **options: Any) -> ClientConnection:
-    """Open a WebSocket to ``path`` over a connected Unix socket, and return it; show no
-    token: the server identifies this user by the kernel's SO_PEERCRED.
+    """Open a WebSocket to ``path`` over a connected Unix socket, and return it.
+
+    No token is shown: the server identifies this user by the kernel's SO_PEERCRED.
 
     :param options: further options of websockets' ``connect``.
+    :raises OSError, websockets.exceptions.WebSocketException: the connection failed.
     """
     return await connect(f"ws://run{path}", sock=sock, **_OPTIONS, **options)

@@ -84,8 +84,7 @@ class JoinToken(NamedTuple):
 
 
 def another_key(what: str) -> errors.UsageError:
-    """Return (do not raise) the error for a token that names another key than the
-    control port's.
+    """Return (do not raise) the error for a token that names another port's key.
 
     :param what: the variable or file that has the token, for the message.
     """
@@ -104,15 +103,14 @@ class SavedTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tokens:
-    """The valid secrets of a run, by role.
+    """The valid secrets of a run, by role (member, operator): two at most for each.
 
     :param member: the members' secret; default: a new one.
     :param operator: the operators' secret; default: a new one.
     """
 
     def __init__(self, member: str | None = None, operator: str | None = None) -> None:
-        """Begin with one valid secret for each role: the given one, or a new random
-        one."""
+        """Begin with one valid secret for each role, the given or a new random one."""
         self._secrets: dict[Role, list[str]] = {
             "member": [member if member is not None else new_secret()],
             "operator": [operator if operator is not None else new_secret()],
@@ -124,8 +122,10 @@ class Tokens:
 
     @classmethod
     def restored(cls, saved: SavedTokens) -> Tokens:
-        """Return tokens with the secrets that :meth:`saved` has returned, without a
-        :attr:`key` and without connections."""
+        """Return tokens with the secrets that :meth:`saved` has returned.
+
+        They have no :attr:`key` yet, and watch no connections.
+        """
         made = cls(saved.member[0], saved.operator[0])
         made._secrets = {"member": [*saved.member[:2]], "operator": [*saved.operator[:2]]}
         made._retired = [*saved.retired]
@@ -140,16 +140,20 @@ class Tokens:
         )
 
     def copy(self) -> Tokens:
-        """Return a copy of the secrets, which the caller changes and saves before
-        :meth:`replace_by`. Connections that are :meth:`watched` stay with this
-        object."""
+        """Return a copy of the secrets, which the caller may change and save.
+
+        :meth:`replace_by` then takes the copy over. Connections that are
+        :meth:`watched` stay with this object.
+        """
         made = Tokens.restored(self.saved())
         made.key = self.key
         return made
 
     def replace_by(self, changed: Tokens) -> None:
-        """Take over the secrets of ``changed``, a copy that was changed; end the
-        connections whose secret is no longer valid."""
+        """Take over the secrets of ``changed``, a changed copy; drop the present ones.
+
+        The connections whose secret is no longer valid are ended.
+        """
         old = [one for role in ROLES for one in self._secrets[role] if one not in changed._secrets[role]]
         self._secrets = {role: [*changed._secrets[role]] for role in ROLES}
         self._retired = [*changed._retired]
@@ -188,8 +192,10 @@ class Tokens:
         return found
 
     def refusal(self, headers: Mapping[str, str]) -> str:
-        """Return why a request with these headers is refused, as a text for its sender:
-        "missing token", "old token: ..." for a retired one, else "wrong token"."""
+        """Return why a request with these headers is refused, as a text for its sender.
+
+        It is "missing token", "old token: ..." for a retired one, or "wrong token".
+        """
         authorization = headers.get("authorization", "")
         if not authorization:
             return "missing token"
@@ -200,10 +206,10 @@ class Tokens:
     # ------------------------------------------------------------ rotation
 
     def rotate(self, role: Role, secret: str | None = None) -> None:
-        """Add a new token of a role.
+        """Make a new secret the present one of a role.
 
-        The present one becomes the previous one, still valid. The token before is
-        retired, and its connections are ended.
+        The one before becomes the previous one, still valid. The previous one until now
+        is retired, and its connections are ended.
 
         :param secret: the new secret; default: a random one.
         :raises replicas.errors.UsageError: the secret is valid already.
@@ -216,14 +222,18 @@ class Tokens:
         self._retire(present[1:])
 
     def revoke_old(self, role: Role) -> None:
-        """Retire the previous token of a role; end the connections that use it."""
+        """Make the previous token of a role invalid; end the connections that use it.
+
+        The present one stays. Without a previous one do nothing.
+        """
         old = self._secrets[role][1:]
         del self._secrets[role][1:]
         self._retire(old)
 
     def _retire(self, old: list[str]) -> None:
-        """Keep the digests of secrets that are no longer valid (the last 16), and end
-        the connections that use them.
+        """Keep the digests of secrets that are no longer valid, the last 16.
+
+        Also end the connections that use them.
 
         :param old: the secrets.
         """
@@ -231,16 +241,19 @@ class Tokens:
         self._end_users_of(old)
 
     def _end_users_of(self, old: list[str]) -> None:
-        """Call the ``end`` of each :meth:`watched` connection that uses a secret in
-        ``old``."""
+        """Call the ``end`` of each :meth:`watched` connection that uses an old secret.
+
+        :param old: the secrets.
+        """
         for secret, end in [*self._watched.values()]:
             if secret in old:
                 end()
 
     @contextmanager
     def watched(self, headers: Mapping[str, str], end: Callable[[], None]) -> Iterator[None]:
-        """Context manager: call ``end`` if the token in ``headers`` is retired in the
-        block.
+        """Context manager: call ``end`` if the token in ``headers`` becomes invalid.
+
+        Only a change within the block counts: the token may have been invalid before.
 
         :param headers: of the request that opened the connection.
         :param end: ends the connection. Called on the thread that retires the token, in
@@ -255,7 +268,10 @@ class Tokens:
 
 
 def _secret_of(authorization: bytes) -> bytes:
-    """Return the secret in a Bearer header, also of a whole token; else b""."""
+    """Return the secret in a Bearer header, also in one with a whole token.
+
+    Return ``b""`` for a header of another kind.
+    """
     kind, _, given = authorization.partition(b" ")
     if kind.lower() != b"bearer":
         return b""

@@ -41,7 +41,7 @@ class WrongKey(ssl.SSLCertVerificationError):
 
 
 class Way(NamedTuple):
-    """How to reach one control port.
+    """How a client reaches one control port: address, TLS settings, and token.
 
     :ivar context: the TLS context, for ``ssl`` arguments; None for a plain connection.
     :ivar host: the host name that TLS sends and checks.
@@ -61,8 +61,10 @@ class Way(NamedTuple):
         return f"{scheme}{'s' if self.context is not None else ''}://{self.endpoint}{path}"
 
     def refusal(self, error: BaseException) -> errors.UsageError | None:
-        """Return the error to raise to the user for an error of TLS, or None if
-        ``error`` is of another kind and the caller may try again."""
+        """Return the error to raise to the user for an error of TLS, or None.
+
+        None means that ``error`` is of another kind, and the caller may try again.
+        """
         if isinstance(error, WrongKey):
             return errors.UsageError(str(error.strerror), hint=_HINT)
         if isinstance(error, ssl.SSLCertVerificationError):
@@ -80,8 +82,9 @@ class Way(NamedTuple):
 
 
 def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = None) -> Way:
-    """Return the way (TLS context and headers) to the control port at ``endpoint`` with
-    this join token. It opens no connection.
+    """Return how to reach the control port at ``endpoint`` with this join token.
+
+    It opens no connection.
 
     :param token: empty for pages that need no token.
     :param environment: instead of ``os.environ``.
@@ -110,7 +113,10 @@ def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = No
 
 
 def split(endpoint: str) -> tuple[str, int]:
-    """Return ``(host, port)`` of ``host:port`` or ``[ipv6]:port``, without brackets."""
+    """Return ``(host, port)`` of ``host:port`` or ``[ipv6]:port``, without brackets.
+
+    :raises ValueError: the port is not a number.
+    """
     host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -162,8 +168,11 @@ def _pinned(endpoint: str, key: str) -> ssl.SSLContext:
 
 
 def _by_authority(path: str) -> ssl.SSLContext:
-    """Return a client's TLS context that accepts certificates signed by the CA in the
-    file ``path``. Raise UsageError if the file cannot be used."""
+    """Return a client's TLS context that accepts certificates signed by a CA.
+
+    :param path: file with the CA's certificate.
+    :raises replicas.errors.UsageError: the file cannot be used.
+    """
     context = _client_context()
     try:
         context.load_verify_locations(path)

@@ -97,7 +97,11 @@ class Group(NamedTuple):
 
 
 class Difference:
-    """The difference of an image from a base, which may be overwritten meanwhile."""
+    """Finds where an image (a version's bytes) differs from an older one, its base.
+
+    The base may be overwritten meanwhile; all tensors not compared before count as
+    changed then.
+    """
 
     def __init__(self, image: torch.Tensor, manifest: Manifest, base: Buffer | None, sharing: int = 1) -> None:
         """Keep the image and the base (the older version); compare nothing yet.
@@ -192,8 +196,9 @@ class Difference:
     def _changed(self, begin: int, end: int, width: int, share: int) -> npt.NDArray[np.int64] | None:
         """Return which elements differ from the base in bytes ``begin`` to ``end``.
 
-        They are indices, rising, counted from ``begin``. Return None if more than one
-        in ``share`` elements differs.
+        The bytes are those of the data section. The elements are indices, rising,
+        counted from ``begin``. Return None if more than one in ``share`` elements
+        differs.
 
         :param width: bytes of an element.
         """
@@ -222,16 +227,15 @@ class Difference:
     def positions(self, name: str) -> torch.Tensor | None:
         """Return the indices of a tensor's changed elements, rising (int64).
 
-        They count in the flattened tensor. Return None if all of it counts as changed.
-        The tensor is compared with the base now, unless that is done.
+        They count in the flattened tensor. Return None if all of it counts as changed,
+        or it has no elements. The tensor is compared with the base now, unless that is
+        done.
         """
         found = self._found(name)
         return None if found is None else torch.from_numpy(found[0].positions[found[1]])
 
     def of(self, name: str) -> Change:
-        """Return the change of the tensor ``name``.
-
-        Compare it first unless that is done.
+        """Return the change of the tensor ``name``; compare it unless that is done.
 
         A tensor that counts as changed completely comes as a view of the image.
         """

@@ -59,7 +59,7 @@ class Shard:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Turn both fields into tuples; UsageError if the box is not in the tensor."""
+        """Make offsets and shape tuples; raise UsageError if a field is not valid."""
         if not isinstance(self.tensor, torch.Tensor) or is_lazy(self.tensor):
             raise UsageError(f"Shard: tensor must be a tensor that has a shape, not a {type(self.tensor).__name__}")
         object.__setattr__(self, "offsets", arguments.integers("Shard: offsets", self.offsets))
@@ -100,7 +100,7 @@ class Ties:
         return first if first != name else None
 
     def _key(self, value: torch.Tensor) -> object:
-        """Return a key that is equal for tied tensors; None for other values."""
+        """Return a key, equal for tied tensors; None without dense elements."""
         if type(value) in PLAIN:
             dense = value.numel() and value.layout is torch.strided and not value.is_meta
             return ((), "", self._place(value)) if dense else None
@@ -119,7 +119,7 @@ class Ties:
 
 
 class Feed:
-    """Walks a set of weights once, in order.
+    """Walks the weights of one publish once, in order, and checks them.
 
     :ivar finished: nothing is left to drain.
     :ivar user_failed: the user's own code raised. (The exception is not kept, as its
@@ -169,7 +169,7 @@ class Feed:
         """Return the manifest (names, dtypes, shapes, offsets) of all weights, without
         walking them; None for a plain iterable.
 
-        :raises ManifestMismatch: a value cannot be published; the caller must drain.
+        :raises ManifestMismatch: a value cannot be published; then call :meth:`drain`.
         """
         entries = self.known_entries()
         if entries is not None:
@@ -182,12 +182,11 @@ class Feed:
         return manifest
 
     def _declared(self) -> tuple[TensorSpec, ...] | None:
-        """Return the specs that the object's ``metadata()`` declares, if it has that.
+        """Return the specs that the object's ``metadata()`` declares; None without it.
 
-        ``metadata()`` returns a mapping of names to tensors (even meta tensors) or
-        ``(dtype, shape)``, or an iterable of ``(name, tensor)``, ``(name, dtype,
-        shape)`` or objects with these three as attributes (vLLM's ``ParamMeta``).
-        """
+        Its errors end the walk. It gives a mapping of names to tensors (even meta
+        tensors) or ``(dtype, shape)``, or an iterable of ``(name, tensor)``, ``(name,
+        dtype, shape)`` or objects with these attributes (vLLM's ``ParamMeta``)."""
         try:
             metadata = getattr(self.weights, "metadata", None)
             if isinstance(self.weights, (torch.nn.Module, Mapping)) or not callable(metadata):
@@ -202,8 +201,7 @@ class Feed:
             raise
 
     def _declared_row(self, row: object) -> TensorSpec:
-        """Return the spec in a row of ``metadata()``. Raise ManifestMismatch without
-        one."""
+        """Return the spec in a row of ``metadata()``, or raise ManifestMismatch."""
         match (row.name, row) if hasattr(row, "name") else tuple(row) if isinstance(row, Iterable) else ():
             case (
                 (str(name), torch.dtype() as dtype, shape)
@@ -217,7 +215,8 @@ class Feed:
                 raise ManifestMismatch(text, hint=hint)
 
     def known(self) -> dict[str, object] | None:
-        """Return all values of a module or mapping, unchecked; None for a stream."""
+        """Begin the walk unless begun; return all values of a module or mapping by
+        name, unchecked, or None for a stream."""
         self._open()
         return self._known
 

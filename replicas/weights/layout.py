@@ -25,7 +25,7 @@ from replicas.weights.copies.tensors import Box, bits, is_copied, torch_dtype
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One tensor of a walk.
+    """One tensor of a walk (a pass over the user's weights), checked.
 
     :param tensor: the elements that this rank writes, detached, in their original
         dtype; None for an alias, for no elements, and while only planning a gather.
@@ -133,7 +133,7 @@ class Places:
         return tuple(index for index, dtype in enumerate(self.dtypes) if not is_copied(dtype))
 
     def cuts(self, nbytes: int = STEP_NBYTES) -> list[Cut]:
-        """Return steps of about ``nbytes`` bytes that cover all pieces; cached."""
+        """Return copy steps of about ``nbytes`` bytes that cover all pieces; cached."""
         if (found := self._cuts.get(nbytes)) is not None:
             return found
         ends = [start + size for start, size in zip(self.starts, self.kinds.sizes.tolist(), strict=True)]
@@ -147,9 +147,10 @@ class Places:
 
     @cached_property
     def groups(self) -> list[tuple[int, int]]:
-        """Runs of small neighbours, to be compared together, as (first, end) indices.
+        """Small neighbouring pieces, to be compared together, as (first, end) indices.
 
-        Elements of a run have one size; a larger piece is a group of its own.
+        Pieces of a group have elements of one size; a larger piece is a group of its
+        own.
         """
 
         def kind(one: int) -> tuple[int, ...]:
@@ -246,7 +247,10 @@ def places_of(manifest: Manifest, again: tuple[str, ...] = ()) -> Places:
 
 
 class Writer:
-    """Copies entries one by one to ``destinations``, from :meth:`Places.views`."""
+    """Copies a walk's tensors one by one to ``destinations`` (:meth:`Places.views`).
+
+    It checks each by a manifest.
+    """
 
     def __init__(self, manifest: PartManifest, places: Places, destinations: Sequence[torch.Tensor]) -> None:
         """Begin with no tensor written.
@@ -295,7 +299,7 @@ class Writer:
         put(self._destinations[index], source, *self._places.extent(index), entry.name)
 
     def finish(self) -> None:
-        """Raise ManifestMismatch if a tensor of the manifest was not written."""
+        """Raise ManifestMismatch if a tensor or piece of the manifest has not come."""
         absent = self._unseen | {self._manifest.tensors[key[0]].name for key in self._missing}
         if absent:
             first = next(spec.name for spec in self._manifest.tensors if spec.name in absent)

@@ -91,8 +91,8 @@ def _filled(
     :param fill: called with the object that copies; copies all weights, or reports that
         they are already in place.
     :param options: how a device copies. :param progress: called with the bytes filled.
-    :param device: makes the copies; if None, CPU threads do.
-    :param beside: hash while copying; None decides by the number of threads.
+    :param device: enqueues the copies; if None, CPU threads copy, and this waits.
+    :param beside: hash while copying; None: by the number of threads.
     """
     with (
         DeviceCopies(device, data, options, progress)
@@ -208,7 +208,7 @@ class Planned:
     def sources(self, feed: Feed) -> Found | None:
         """Return the feed's tensors in the bytes' order; None for another layout.
 
-        Finds their memory, and reads no values.
+        Finds their memory, and sets ``feed.device``; reads no values.
         """
         known = feed.known()
         if known is None or not self._usable or self._how != (feed.dtype, feed.mode):
@@ -280,7 +280,9 @@ def _strides(tensor: torch.Tensor) -> object:
 
 
 class Packer:
-    """Packs one publish after another; reuses the layout and views. Not thread-safe."""
+    """Copies the weights of one publish after another into slots. Not thread-safe.
+
+    It reuses the layout and the views of slots."""
 
     def __init__(self) -> None:
         """Begin without a remembered layout."""
@@ -292,8 +294,8 @@ class Packer:
     def plan(self, feed: Feed) -> PartManifest | None:
         """Return the feed's manifest, without a walk; None for a plain iterable.
 
-        It is found cheaply if the last layout fits. Sets ``feed.sources`` if all
-        tensors exist already.
+        It is found cheaply if the last layout fits; a new layout replaces that. Sets
+        ``feed.sources`` if all tensors exist already. Raises as :meth:`Feed.plan`.
         """
         planned = self._planned
         if planned is not None and (sources := planned.sources(feed)) is not None:
@@ -324,7 +326,7 @@ class Packer:
         hold: bool = True,
         begun: Begun = lambda copies: None,
     ) -> Packing:
-        """Copy all weights of the feed into ``slot`` (memory of a version).
+        """Copy all weights of the feed into ``slot``; on an error drain the feed first.
 
         :param manifest: from :meth:`plan`, or of an earlier publish.
         :param progress: called with the bytes of the slot's data filled from its start.
@@ -332,9 +334,8 @@ class Packer:
             :attr:`Packing.copies` are done, and is left out if this or those fail.
         :param hold: copy on the caller's CUDA stream, not on one of this library.
         :param begun: called with the object that copies, before the first copy.
-        :raises ManifestMismatch: the feed differs from ``manifest``; it has been
-            drained.
-        """
+        :returns: the digest to come, and copies of a device that may still run.
+        :raises ManifestMismatch: the feed differs from ``manifest``."""
         options = CopyOptions(slot.buffer, hold, begun)
         known = self.copies_at_once(feed, manifest)
         sources, feed.sources = feed.sources, None  # the feed must not keep the tensors alive
@@ -365,8 +366,7 @@ class Packer:
     ) -> Packing:
         """Walk the feed; copy each tensor into the slot before taking the next.
 
-        The arguments are those of :meth:`pack`; ``options``: how a device copies.
-        """
+        The arguments are those of :meth:`pack`; ``options``: how a device copies."""
         if self._places is None or self._places[0].hash != manifest.hash:
             self._places = manifest, Places(manifest)
         places = self._places[1]
@@ -399,7 +399,7 @@ class Packer:
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Private copies of a whole feed, for weights of unknown layout."""
+    """Private copies, on the CPU, of all weights of a feed whose layout was unknown."""
 
     manifest: PartManifest
     entries: tuple[Entry, ...]

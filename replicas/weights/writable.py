@@ -31,7 +31,7 @@ from replicas.weights.packing import Packing, packing_of
 
 
 class WritableSlot(Mapping[str, torch.Tensor]):
-    """Names and tensors to write in place; use it in a ``with`` block.
+    """Names and tensors of a version's memory, to fill in place in a ``with`` block.
 
     The tensors have the published dtypes and undefined contents. They are on the CPU,
     or with ``staging = "device"`` on the channel's GPU.
@@ -52,6 +52,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
             layout.
         :param drop: gives the slot back. :param holder: an object to keep alive with
             this one.
+        :raises UsageError: the layout has several pieces of one tensor.
         """
         self.manifest = manifest
         self.holder = holder
@@ -73,6 +74,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         return self._tensors[self._aliases.get(name, name)]
 
     def __iter__(self) -> Iterator[str]:
+        """Return an iterator of all names, those of tied tensors included."""
         return iter(self._names)
 
     def __len__(self) -> int:
@@ -91,7 +93,10 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self.drop()
 
     def drop(self) -> None:
-        """Give the slot back and empty the tensors, unless it was published."""
+        """Give the slot back and empty the tensors, unless it was published.
+
+        A second call does nothing.
+        """
         if self._state == "open":
             self._drop()  # first, so that drop() can be called again after an interrupt
             self._close("dropped")
@@ -103,9 +108,9 @@ class WritableSlot(Mapping[str, torch.Tensor]):
             raise UsageError(f"this writable slot {what}", hint="call arena_like again for the next version")
 
     def mark_taken(self) -> None:
-        """Note that the slot was published (now the publish frees it).
+        """Note that the slot was published, and empty the tensors.
 
-        Empty the tensors.
+        From then on the publish gives the slot back; :meth:`drop` does nothing.
         """
         self._close("taken")
 
@@ -113,6 +118,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         """Start to compute the digest of the published bytes; do not wait for it.
 
         :param begun: called with the object that does the work, before it begins.
+        :returns: the digest to come.
         """
         return packing_of(self.slot, begun)
 

@@ -31,12 +31,13 @@ _PEER = re.compile(r"[^/]+/[0-9]{1,7}(/[0-9]{1,7})?")
 @arguments.refuse_unknown_keywords
 class Collectives:
     """**Collectives between the peers of a channel** are methods of the channel, too.
-
     Each call copies the tensors and returns a :class:`Pending` of a :class:`Receipt`.
     Results are written into the caller's tensors only after the operation has succeeded
-    for every peer, before the Pending resolves. Calls are matched in the order in which
-    each member makes them; ``step`` tags (whole numbers that grow) keep a peer that
-    joined again from being matched with the wrong call.
+    for every peer, before the Pending resolves.
+
+    Calls are matched in the order in which each member makes them; ``step`` tags (whole
+    numbers that grow) keep a peer that joined again from being matched with the wrong
+    call.
 
     With ``on_lost = "drop"`` (the default of a channel) an operation that loses a
     member, or a member that no longer responds, runs again over the others, from the
@@ -92,12 +93,14 @@ class Collectives:
     ) -> Pending[Receipt]:
         """Check the arguments of a method, and start the operation ``kind``.
 
-        :param given: the caller's tensors; ``out``: tensors for the results, or None.
-        :param op: how to reduce.
+        :param given: the caller's tensors; None where the method has none to send.
+        :param out: tensors for the results; None: new ones.
+        :param op: how to reduce; only for reductions.
         :param root: (name of the argument, peer), of operations with a source or
             destination.
         :param step: a tag that all peers' calls must share, or None.
         :param deadline: seconds; None: the channel's.
+        :raises replicas.errors.UsageError: an argument is invalid; nothing was sent.
         """
         inputs = () if given is None and kind in ("scatter", "recv", "barrier") else _tensors(kind, given)
         if kind in ("all_reduce", "reduce", "reduce_scatter"):
@@ -147,9 +150,12 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Reduce elementwise over all peers, in place, into ``dst``'s tensors alone.
+        """Reduce elementwise over all peers, into ``dst``'s tensors, in place.
 
-        :param op: as of :meth:`all_reduce`: sum, mean, min or max; default sum.
+        The tensors of the other peers are only read.
+
+        :param dst: the peer that gets the result.
+        :param op: sum, mean (floating dtypes), min or max; default sum.
         :param step: a tag that all peers' calls must share; it grows. Default: none.
         :param deadline: seconds; default: the channel's.
         """
@@ -186,7 +192,9 @@ class Collectives:
     ) -> Pending[Receipt]:
         """Give all peers' tensors to ``dst``, in its ``receipt.outputs`` by member.
 
-        :param out: on ``dst``, tensors to write into, as of :meth:`all_gather`.
+        :param dst: the peer that gets them; the others' receipts have no outputs.
+        :param out: on ``dst``, tensors to write into: those of the first participant,
+            then of the next, in the order of members. Default: new tensors.
         :param step: a tag that all peers' calls must share; it grows. Default: none.
         :param deadline: seconds; default: the channel's.
         """
@@ -240,6 +248,7 @@ class Collectives:
     ) -> Pending[Receipt]:
         """Send to one peer, which calls :meth:`recv`; other peers need not call.
 
+        :param dst: the peer; the Pending ends when it has received the tensors.
         :param step: a tag that the peer's call must share; it grows. Default: none.
         :param deadline: seconds; default: the channel's.
         """
@@ -294,7 +303,8 @@ def _usable(kind: str, number: int, tensor: object) -> torch.Tensor:
 
     :param kind: name of the operation, for the error.
     :param number: index of the tensor in the call, for the error.
-    :raises replicas.errors.UsageError: the tensor has no dense memory.
+    :raises replicas.errors.UsageError: it is not a tensor, or a DTensor, quantized, or
+        without dense memory.
     """
     if not isinstance(tensor, torch.Tensor):
         _fail(f"{kind} was given a {type(tensor).__name__}", "pass a tensor or a sequence of them")

@@ -60,7 +60,9 @@ APPLIED = 16
 
 
 class RankOperations(Part):
-    """Posts this member's operations, runs their attempts, and ends their Pendings.
+    """Runs this member's collectives: sends each call to the coordinator, and runs it.
+
+    A sidecar process runs it when all peers have called; then its Pending ends.
 
     :param broadcast: called with each Go that broadcasts a version.
     """
@@ -124,7 +126,11 @@ class RankOperations(Part):
     # ------------------------------------------------------------ session thread
 
     def close(self) -> None:
-        """Drop results that no caller waited for, and free the idle buffers."""
+        """Drop results that no caller waited for, and free the idle buffers.
+
+        A later wait for such results raises Gone; buffers in use are freed when
+        returned.
+        """
         self._unknown.close()
         for scratch in list(self._scratches.values()):
             scratch.close()
@@ -155,7 +161,7 @@ class RankOperations(Part):
             self._send(job)
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        """End all open operations with ``error``."""
+        """End all open operations with ``error``; those of unknown outcome stay so."""
         for job in list(self._jobs.values()):
             self._end(job, error)
 
@@ -203,7 +209,8 @@ class RankOperations(Part):
     def _start_attempt(self, go: wire.OperationGo) -> None:
         """Handle the coordinator's Go: start an attempt on the lane that it names.
 
-        If the call has ended here, send OperationFailed instead.
+        A Go that broadcasts a version is passed on. If the call has ended here, or the
+        attempt is not a newer one, send OperationFailed instead.
         """
         if go.transfer:
             self._broadcast(go)
@@ -278,7 +285,11 @@ class RankOperations(Part):
         return as_wire_error(error, channel=self._hub.name, phase="transfer")
 
     def _ended(self, message: wire.OperationEnd) -> None:
-        """Handle the verdict: write the results and resolve the job, or fail it."""
+        """Handle the verdict: write the results and resolve the job, or fail it.
+
+        Many bytes are written by a worker thread. A verdict on a job that has ended
+        here with OutcomeUnknown replaces that; on another ended job it is ignored.
+        """
         job = self._jobs.get(message.post)
         if job is None:
             self._unknown.late_verdict(message.post, message.receipt, message.error)
@@ -342,7 +353,11 @@ class RankOperations(Part):
         return found
 
     def _overdue(self, job: Job) -> None:
-        """End a job whose verdict has not come within 5 s after its deadline."""
+        """End a job whose verdict has not come within 5 s after its deadline.
+
+        It fails with DeadlineExceeded or Disconnected, or with OutcomeUnknown if this
+        rank has reported that its part is done.
+        """
         error = self._hub.overdue_error(f"the {job.operation.kind}", job.deadline_s)
         self._end_without_verdict(job, error, error.message)
 
@@ -365,7 +380,10 @@ class RankOperations(Part):
             job.timer.cancel()
 
     def _end(self, job: Job, outcome: Receipt | errors.ReplicasError) -> None:
-        """Remove the job, resolve or fail its Pending, and release its buffers."""
+        """Remove the job, resolve or fail its Pending, and release its buffers.
+
+        A failure that no caller waits for is raised at a later publish, or at close.
+        """
         self._remove_job(job)
         job.over = True
         if isinstance(outcome, Receipt):
@@ -375,7 +393,10 @@ class RankOperations(Part):
         self._release(job)
 
     def _release(self, job: Job) -> None:
-        """If a job is over and no attempt runs, return its buffers to the pool."""
+        """Return a job's buffers to the pool, if it is over and no attempt uses them.
+
+        Outputs that are kept for a later verdict stay.
+        """
         if not job.over or job.running:
             return
         scratch = self._scratch(job.operation)

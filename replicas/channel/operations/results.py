@@ -43,7 +43,7 @@ _WITHOUT_RESULTS = (("broadcast", True), ("reduce", False), ("gather", False))
 
 @dataclass(frozen=True, eq=False)
 class OperationCall:
-    """One call of an operation.
+    """One call of a collective, send or recv, with the caller's tensors.
 
     :param inputs: tensors whose values are sent; empty where this member sends none.
     :param targets: the caller's tensors to write on success; None for new tensors.
@@ -61,7 +61,7 @@ class OperationCall:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """Dtypes and shapes, for the message: of ``inputs``, or else of ``targets``."""
+        """Dtypes and shapes, for messages: of ``inputs``; if empty, of ``targets``."""
         return segments_of(self.inputs or self.targets or ())
 
     @cached_property
@@ -93,9 +93,10 @@ class OperationCall:
         return self.inputs if self.kind in _IN_PLACE else self.targets or ()
 
     def order_after_stream(self) -> None:
-        """Caller's thread: order writes of results behind its stream's queued work.
+        """Caller's thread: have results written only behind its stream's queued work.
 
-        Records an event in :attr:`called`; does nothing for host tensors.
+        Records an event in :attr:`called`, which the copy of the results awaits. Does
+        nothing for host tensors.
         """
         if self.gpu:
             self.called.append(call_point(self.gpu))
@@ -107,10 +108,13 @@ class OperationCall:
         return small and all(type(one) in _PLAIN for one in self.inputs)  # subclasses may run any code
 
     def output_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
-        """Return dtypes and shapes of the output buffer of one participant.
+        """Return dtypes and shapes of the buffer into which the sidecar writes.
+
+        A reduction runs in place on a copy of the inputs, and the buffer has their
+        layout. For other kinds it is that of the results; () without any.
 
         :param go: the coordinator's start message, with all participants' segments.
-        :param me: index of the participant in it.
+        :param me: index of this member among the participants.
         :raises replicas.errors.RanksDisagree: the caller's tensors do not fit.
         """
         self._targets(go, self._result_segments(go, me))
@@ -230,9 +234,11 @@ def _text(specs: Sequence[tuple[str, tuple[int, ...]]]) -> str:
 
 @dataclass(eq=False, repr=False)
 class OperationAttempt:
-    """One attempt: the coordinator's Go, and this member's index among participants.
+    """One attempt to run a collective, which the coordinator's Go message starts.
 
+    :ivar go: that message. ``me``: this member's index among its participants.
     :ivar outputs: buffer that gets the results.
+    :ivar running: True until the sidecar has answered, or is dead.
     :ivar deadline: of this attempt, by ``time.monotonic()``.
     """
 
@@ -248,7 +254,7 @@ class OperationAttempt:
 
 @dataclass(eq=False, repr=False)
 class Job:
-    """One operation of this member, from its call to its outcome.
+    """One collective of this member, from its call to its outcome, over all attempts.
 
     :ivar post: its number among this member's operations.
     :ivar unsettled: refs of unknown outcomes that its post named.
@@ -288,7 +294,7 @@ class Job:
 
 
 class Unknown:
-    """Keeps the operations of one channel whose outcome is unknown, and their outputs.
+    """Keeps the collectives of one channel whose outcome is unknown, and their outputs.
 
     On the session thread, except :meth:`check_collected`.
 
@@ -315,9 +321,10 @@ class Unknown:
         return tuple(job.ref for job in self._kept if job.ref and job.pending.unknown)  # without a ref no Go has come
 
     def check_collected(self) -> None:
-        """Caller's thread: raise Gone for an earlier success that was not collected.
+        """Caller's thread: raise Gone if an earlier collective has succeeded after all.
 
-        Raises once per operation: it succeeded later, and no caller waited again.
+        Its outcome had been unknown, and no caller has waited again for its results.
+        Raises once per collective.
         """
         for job in self._kept:
             if job.pending.uncollected and not job.told:
@@ -333,9 +340,10 @@ class Unknown:
                 )
 
     def keep(self, job: Job) -> None:
-        """Keep a job's outputs for a later verdict; drop the oldest beyond 4.
+        """Keep the outputs of a job of unknown outcome, for a later verdict.
 
-        A later wait for the dropped one raises Gone.
+        Beyond 4 jobs, drop the oldest: a later wait for that raises Gone if it is known
+        to have succeeded, else still OutcomeUnknown.
         """
         job.kept = True
         self._kept = (*self._kept, job)
@@ -346,7 +354,10 @@ class Unknown:
             self._let_go(oldest)
 
     def close(self) -> None:
-        """Drop the kept outputs; a later wait for one of these results raises Gone."""
+        """Drop the kept jobs and their outputs, and have their buffers released.
+
+        A later wait for results that were not yet written raises Gone.
+        """
         error = self._hub.error(errors.Gone, "the channel was closed before anyone waited for the results", hint="")
         for job in self._kept:
             job.pending.abandon(error)
@@ -356,24 +367,28 @@ class Unknown:
         """Record that the caller knows of results to collect: no later call raises Gone
         for them.
 
-        :param refs: the coordinator's ids of the operations.
+        :param refs: the coordinator's ids of the operations; unknown ones are ignored.
         """
         for job in self._kept:
             job.told = job.told or job.ref in refs
 
     def late_verdict(self, post: int, receipt: ReceiptData | None, error: WireError | None) -> None:
-        """Give the kept operation of number ``post``, if any, its outcome.
+        """Take the verdict on the kept operation of number ``post``, if there is one.
 
-        :param receipt: of a success, else None. ``error``: of a failure, else None.
+        The next wait for the operation then writes its results, or raises the error.
+
+        :param receipt: of a success, else None.
+        :param error: of a failure, else None.
         """
         for job in self._kept:
             if job.post == post:
                 self._apply_outcome(job, receipt, error)
 
     def settled(self, message: OperationSettled) -> None:
-        """Handle the coordinator's answer on whether a kept operation happened.
+        """Handle a new coordinator's answer on whether a kept operation happened.
 
-        Does nothing for an operation that is not kept.
+        The next wait for it then writes its results, or raises SyncError. Does nothing
+        for an operation that is not kept.
         """
         job = next((job for job in self._kept if job.ref == message.ref), None)
         if job is None or job.attempt is None:
@@ -388,9 +403,13 @@ class Unknown:
             self._apply_outcome(job, None, WireError.of(error))
 
     def _apply_outcome(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
-        """Have the next wait write the results, or (with ``error``) raise the error.
+        """Have the next wait for the job write its results, or raise ``error``.
+
+        An outcome that is known already stays. After a failure the job is no longer
+        kept.
 
         :param receipt: of a success, else None.
+        :param error: of a failure, else None.
         """
         if job.attempt is not None and receipt is not None:
             if job.pending.settle_by(partial(self._collect, job, job.attempt, receipt)):

@@ -95,11 +95,11 @@ class Scratch:
             too_many.close()
 
     def _give(self, buffer: Buffer, spoiled: bool) -> Buffer | None:
-        """Under the lock: put ``buffer`` into the pool.
+        """Under the lock: put ``buffer`` into the pool; return one to free, or None.
 
-        Return a buffer that the caller must free, or None. It is ``buffer`` if the pool
-        is closed, or if the buffer is on a GPU and ``spoiled`` (a process died while it
-        worked on it); else the oldest idle buffer, if there are too many.
+        If the pool is closed, or on a GPU with ``spoiled`` (a process died while it
+        worked on the buffer), ``buffer`` does not join the pool and is returned. If the
+        pool has too many buffers now, the oldest is returned.
         """
         if self._closed or (spoiled and self._device):
             return buffer

@@ -84,9 +84,9 @@ class Carriers(Part):
         return carrier
 
     def _announce(self, carrier: Carrier) -> None:
-        """Send the carrier's port to the coordinator.
+        """Send the port of a running carrier to the coordinator; remember the carrier.
 
-        Have its end reported, too, when it dies.
+        For a new one, also arrange that its death is reported.
         """
         if carrier is not self._told:
             carrier.ends.append(partial(self._hub.call, self._ended, carrier))
@@ -96,7 +96,8 @@ class Carriers(Part):
     def _ended(self, carrier: Carrier) -> None:
         """Tell the coordinator (as port 0) that ``carrier`` died; forget it.
 
-        The next :meth:`get` starts another.
+        The next :meth:`get` starts another. Does nothing for a carrier that was
+        replaced, or if the channel is over.
         """
         if carrier is self._told and self._hub.over is None:
             self._told = None

@@ -24,7 +24,9 @@ MAX_FRAME_NBYTES = 256 << 20
 
 
 class FrameConnection(Protocol):
-    """Carries whole frames, in order, each once.
+    """A connection between a member and the coordinator, for whole frames (messages).
+
+    They arrive in order, each once.
 
     :ivar fd: a descriptor that a forked child must not keep open, or -1.
     """
@@ -38,7 +40,11 @@ class FrameConnection(Protocol):
         """Time of the last received byte, by ``time.monotonic()``."""
 
     async def send(self, message: bytes, /) -> None:
-        """Send one frame; wait while the connection takes no more bytes."""
+        """Send one frame; wait while the connection takes no more bytes.
+
+        :raises OSError, websockets.exceptions.WebSocketException: the connection has
+            ended.
+        """
 
     async def recv(self) -> str | bytes:
         """Wait for the next frame, and return it.

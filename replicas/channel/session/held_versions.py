@@ -99,18 +99,24 @@ class ToldVersions:
     def forget_contents(self) -> None:
         """Drop the entries of :attr:`contents` of old versions.
 
-        Keeps those of the newest, the assigned and the labelled versions.
+        Keeps those of versions newer than :attr:`latest`, and of the newest, the
+        assigned and the labelled versions.
         """
         known = {self.latest, self.assigned, *self.labels.values()}
         self.contents = {one: content for one, content in self.contents.items() if one in known or one > self.latest}
 
 
 class HeldVersions(ToldVersions):
-    """The versions of one channel in this process.
+    """The versions of one channel's weights that this process has in slots of memory.
+
+    It also says which of them must not be evicted (are *protected*), and why.
 
     :param call: runs a function on the session thread.
     :param on_drop: called there with a version whose slot was reused for another.
     :ivar changed: set at the next change of a slot; get it before looking for a slot.
+    :ivar publishing: versions that this rank is publishing.
+    :ivar prepared: versions received that are neither committed nor discarded yet.
+    :ivar doubtful: versions here whose bytes a new coordinator may not mean.
     """
 
     arena: Arena
@@ -157,13 +163,19 @@ class HeldVersions(ToldVersions):
         return hasattr(self, "arena")
 
     def close(self) -> None:
-        """Free the memory of all slots; a slot in use is freed after its use."""
+        """Free the memory of all slots; a slot in use is freed after its use.
+
+        Then wake all waits for a slot. Does nothing before :meth:`open`.
+        """
         if self.opened:
             self.arena.close()
             self._wake()
 
     def held(self) -> tuple[HeldVersion, ...]:
-        """Return number, digest and location of each complete version held here."""
+        """Return number, digest and location of each complete version in a slot here.
+
+        Mapped memory of other members counts, too. () before :meth:`open`.
+        """
         if not self.opened:
             return ()
         held: list[HeldVersion] = []
@@ -206,9 +218,10 @@ class HeldVersions(ToldVersions):
         return Described(version, facts.digest, image.hash, facts.meta, "cuda" if self._device else facts.device)
 
     def record_facts(self, version: int, **facts: Any) -> None:
-        """Update the given ``facts`` of a version: ``meta``, ``digest`` or ``device``.
+        """Replace the given ``facts`` of a version: ``meta``, ``digest`` or ``device``.
 
-        Also wakes all waits for a change of a slot.
+        The other facts stay. A version with a digest is no longer doubtful. Wakes all
+        waits for a change of a slot.
         """
         known = self._facts.get(version, _Facts())
         self._facts[version] = msgspec.structs.replace(known, **facts)
@@ -233,12 +246,14 @@ class HeldVersions(ToldVersions):
         self.protect()
 
     def unprotect_up_to(self, version: int) -> None:
-        """Allow eviction of received, uncommitted versions up to ``version``."""
+        """Allow eviction of received, uncommitted versions up to number ``version``."""
         self.prepared = {known for known in self.prepared if known > version}
         self.protect()
 
     def committed(self, version: int, digest: str, content: int = 0) -> bool:
         """Record a commit; return True if it is newer than all commits known so far.
+
+        Then recompute which versions are protected from eviction.
 
         :param digest: digest of the version, or "" if unknown.
         :param content: the older version whose bytes it has; 0: it has its own.
@@ -265,11 +280,10 @@ class HeldVersions(ToldVersions):
         self.protect()
 
     def mark_doubtful(self) -> None:
-        """Mark the versions here without a digest as doubtful.
+        """Replace the set of doubtful versions by those here that have no digest.
 
-        A new coordinator may have given the number to other bytes. Such a version must
-        pass
-        :meth:`verify_doubtful` before it counts as committed.
+        Called at a new coordinator, which may give such a number to other bytes. The
+        version must pass :meth:`verify_doubtful` before it counts as committed.
         """
         self.doubtful = {held.version for held in self.held() if not held.digest}
 
@@ -290,9 +304,10 @@ class HeldVersions(ToldVersions):
         return found == digest
 
     def protect(self) -> None:
-        """Recompute which versions are kept; unmap memory not needed; wake waits.
+        """Recompute which versions are not evicted; unmap unneeded memory; wake waits.
 
-        Call it after each change of what is kept. The waits are those for a free slot.
+        Call it after each change of what must be kept. The waits are those for a free
+        slot.
         """
         served = {self.content(self.latest), self.content(self.assigned)}
         self.arena.protected = {*served, *self.kept, *self.publishing, *self.prepared} - {0}
@@ -318,7 +333,10 @@ class HeldVersions(ToldVersions):
         self.changed = asyncio.Event()  # earlier waiters have the old event
 
     def _dropped(self, version: int) -> None:
-        """Call ``on_drop`` for a version that lost its slot, unless held again."""
+        """Call ``on_drop`` for a version that lost its slot, unless held again by now.
+
+        Forgets its facts, too.
+        """
         if self.arena.find(version) is None:  # it may have been received again since
             self._drop_old_facts()
             self._on_drop(version)
@@ -387,7 +405,7 @@ class Loans:
         return self._end(holder) is not None
 
     def sweep(self) -> None:
-        """Take back the loans whose holders were garbage-collected."""
+        """End loans whose holders were garbage-collected, by their ``take_back``."""
         while self._gone:
             loan = self._lent.pop(id(self._gone.popleft()), None)
             if loan is not None:
@@ -399,7 +417,7 @@ class Loans:
         return None if found is None else self._lent.pop(found)[1]
 
     def _look_again(self) -> None:
-        """Schedule the next :meth:`sweep` in a second, if anything is lent."""
+        """Schedule a :meth:`sweep` in a second if anything is lent and none is due."""
         if self._timer is None and self._lent:  # no timer while nothing is lent
             self._timer = self._after(LOOK_S, self._sweep_and_schedule)
 

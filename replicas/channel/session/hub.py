@@ -47,7 +47,7 @@ DOWN_S = 60.0
 
 
 class Part:
-    """One part of a channel, such as its publishes; by default callbacks do nothing."""
+    """A part of a channel, such as its publishes; by default, callbacks do nothing."""
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """Return the functions that handle the coordinator's messages, by type."""
@@ -57,7 +57,7 @@ class Part:
         """Handle a restarted coordinator: announce the open work, or end it."""
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        """Handle the end of the session for good: end all work with ``error``."""
+        """End all work with ``error``, as the session ended; default: as new_term."""
         self.new_term()
 
     def session_down(self, error: errors.ReplicasError) -> None:
@@ -70,7 +70,7 @@ class Part:
         """Handle that another version is complete here, or a newer one committed."""
 
     def settled(self, version: int, committed: bool) -> None:
-        """Handle the verdict on ``version``: it is committed, or else discarded."""
+        """Handle the verdict on ``version``: it was committed, or (False) discarded."""
 
     def filled_up_to(self, version: int, nbytes: int) -> None:
         """Handle growth of a slot being packed: its first ``nbytes`` are valid."""
@@ -121,7 +121,7 @@ class Hub:
         self._down_reason = ""
 
     def start(self, session: Session, parts: tuple[Part, ...]) -> None:
-        """Set the session and the parts, and register their handlers; send nothing."""
+        """Set session and parts, and register their message handlers; send nothing."""
         self.session = session
         self._parts = parts
         self.loop.call(self.loop.users.add, self._loop_broken)  # changed on the session thread only
@@ -165,7 +165,8 @@ class Hub:
         return self.loop.spawn(self._guarded_task(coroutine), f"{self.name}: {name}")
 
     def send(self, message: wire.FromMember) -> None:
-        """Session thread: queue a message; raise UsageError if it is too large."""
+        """Session thread: queue a message; do nothing once the channel is over. Raise
+        UsageError if it is too large."""
         if self.over is None:
             self.session.send(message)
 
@@ -191,7 +192,7 @@ class Hub:
         return Promise(f"{what} on {self.name}", self.loop.end)
 
     def tell(self, event: Callable[Concatenate[Any, _P], None], *args: _P.args, **kwargs: _P.kwargs) -> None:
-        """On the session thread: call a method of :class:`Part` on each part."""
+        """Session thread: call the method ``event`` of :class:`Part` on each part."""
         for part in self._parts:
             getattr(part, event.__name__)(*args, **kwargs)
 
@@ -307,8 +308,7 @@ class Hub:
             self.tell(Part.session_down, self.overdue_error("the wait", DOWN_S))
 
     def _view(self, message: wire.View) -> None:
-        """Replace epoch and members by those of a View, or apply it if it lists
-        changes."""
+        """Take over a new epoch; its View message lists all members, or the changes."""
         kept = set(self.members).difference(message.left) if message.since else ()
         self.members = tuple(sorted({*message.members, *kept}))
         self.epoch = message.epoch

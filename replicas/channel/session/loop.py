@@ -118,7 +118,11 @@ class SessionLoop:
         return self
 
     def _run(self) -> None:
-        """On the thread: run the loop until exit, again after unexpected ends."""
+        """On the thread: run the loop until exit, again after unexpected ends.
+
+        After :data:`ENDS_MAX` such ends, or an OSError of the loop itself, end for
+        good. At the end fail all waits for this thread (:attr:`end`).
+        """
         self._begun = True
         asyncio.set_event_loop(self.loop)
         try:
@@ -219,9 +223,11 @@ class SessionLoop:
     async def forkserver(self, name: str | None) -> Forkserver:
         """Return a connection to a forkserver: a process that forks sidecars.
 
-        Connects at the first call, or if the last connection ended.
+        Connects at the first call, or if the last connection ended or failed. All
+        channels share it.
 
         :param name: socket of a node's forkserver; None: this process keeps one.
+        :raises OSError, RuntimeError: none could be reached or started.
         """
         key = name or ""
         task = self._forkservers.get(key)
@@ -253,9 +259,9 @@ class SessionLoop:
     def _keep_forkserver(self) -> str:
         """Return the address of this process's own forkserver.
 
-        If there is none, make its socket; the process starts at the first connection,
-        and again if it dies. The kernel kills it (by a death signal) when the session
-        thread ends, at the latest.
+        If there is none, or it was given up, make its socket; the process starts at the
+        first connection, and again if it dies. The kernel kills it (by a death signal)
+        when the session thread ends, at the latest.
         """
         if self._own_forkserver is None or self._own_forkserver.over:
             self._own_forkserver = KeptForkserver(os.environ, _log_given_up)
@@ -270,6 +276,7 @@ class SessionLoop:
         :param address: IP address of this member, at which it listens.
         :param port: the first port to try, or 0 for any.
         :param encrypt: give the carrier a TLS certificate if it has none.
+        :raises replicas.carry.rank_side.CarrierDied: it could not be started.
         """
         task = self._carriers.get((address, port))
         known = result_of(task)
@@ -319,7 +326,10 @@ class SessionLoop:
             self.loop.close()
 
     async def _finish(self) -> None:
-        """End this process's forkservers and carriers; cancel all other tasks."""
+        """End this process's forkserver and carriers; drop connections to forkservers.
+
+        Then cancel all other tasks of the loop, and wait for their ends.
+        """
         for task in self._forkservers.values():
             if (forkserver := result_of(task)) is not None:
                 forkserver.close()
@@ -332,7 +342,10 @@ class SessionLoop:
         await cancelled(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
     def abandon(self) -> None:
-        """In a forked child: replace the parent's descriptors by ``/dev/null``."""
+        """In a forked child: replace the parent's descriptors by ``/dev/null``.
+
+        They are those of the loop, its sessions and its helper processes.
+        """
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in self.fds.union(*(connection.fds for connection in self.inherited)):
             os.dup2(null, fd, inheritable=False)
@@ -373,7 +386,10 @@ _abandoned: list[SessionLoop] = []
 
 
 def session_loop() -> SessionLoop:
-    """Return the session loop of this process; start it if there is none."""
+    """Return the session loop of this process; start one if none runs.
+
+    :raises replicas.errors.NoCapacity: its thread cannot be started.
+    """
     return locked(_lock, _session_loop)
 
 
@@ -387,7 +403,10 @@ def _session_loop() -> SessionLoop:
 
 
 def _after_fork_in_child() -> None:
-    """Drop the parent's loop and connections; a join in the child starts a new loop."""
+    """In a forked child: drop the parent's loop; a join here starts a new one.
+
+    The parent's descriptors are replaced by ``/dev/null``.
+    """
     global _current, _lock
     _lock = threading.Lock()
     if _current is not None:
@@ -397,7 +416,7 @@ def _after_fork_in_child() -> None:
 
 
 def _at_exit() -> None:
-    """Close the session loop of this process, if there is one."""
+    """Close the session loop of this process, if there is one; block up to seconds."""
     global _current
     found, _current = _current, None
     if found is not None and found.pid == os.getpid():

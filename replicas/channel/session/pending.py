@@ -224,11 +224,11 @@ class Pending(Generic[T]):
             )
 
     def _observe_outcome(self) -> bool:
-        """Do not block: if there is an outcome, mark it observed and return True."""
+        """Return True, without blocking, if it has ended; then it is not taken back."""
         return self.done() and locked(self._ending, self._observe)
 
     def _observe(self) -> bool:
-        """Under the lock: mark an outcome as observed; return False without one."""
+        """Under the lock: keep an outcome from being taken back; False without one."""
         self._observed = self._observed or self._ended.is_set  # the value may have been taken back since
         return self._ended.is_set
 
@@ -255,7 +255,7 @@ class Pending(Generic[T]):
 
     def _outcome(self) -> T:
         """Return the value, or raise the error, of an operation that has ended. First
-        run work of :meth:`Promise.settle_by`, if any. Mark the outcome as told."""
+        run work of :meth:`Promise.settle_by`, if any. An error counts as told then."""
         if self._work is not None:
             locked(self._working, self._do_work)
         error = self._error
@@ -287,7 +287,7 @@ class Promise(Pending[T]):
         return self._observed
 
     def mark_reported(self) -> None:
-        """Record that the caller knows of the failure: it is not raised again."""
+        """Record that the caller knows of the failure; no later call raises it."""
         self._told = True
 
     def resolve(self, value: T) -> bool:
@@ -306,7 +306,7 @@ class Promise(Pending[T]):
         return self._wait_ended(timeout_s)
 
     def wait_for_session(self, timeout_s: float | None = None) -> T:
-        """Do :meth:`wait`, also where a coordinator runs on this thread's event loop.
+        """Wait, return or raise as :meth:`wait`; allowed on a coordinator's event loop.
 
         :raises TimeoutError: ``timeout_s`` has passed.
         """
@@ -326,7 +326,7 @@ class Promise(Pending[T]):
             return True
 
     def replace_unknown(self, outcome: T | BaseException) -> bool:
-        """Replace OutcomeUnknown by ``outcome``; return False for any other outcome."""
+        """Replace OutcomeUnknown by ``outcome``; for any other, only return False."""
         with self._ending:
             if not self.unknown:
                 return False
@@ -348,7 +348,7 @@ class Promise(Pending[T]):
         return True
 
     def abandon(self, error: BaseException) -> None:
-        """Drop :meth:`settle_by` work that has not run; make ``error`` the outcome."""
+        """Replace :meth:`settle_by` work not run yet, if any, by outcome ``error``."""
         with self._working:
             if self._work is not None:
                 self._work, self._error = None, error

@@ -112,7 +112,7 @@ class _Fruitless(Exception):
 
 
 class Session:
-    """A member's session, which connects again after each loss until its end."""
+    """A member's session with a coordinator, reconnecting until it is closed."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Session:
         self._task = self._loop.spawn(self._run(connection), f"session {self._hello.channel}")
 
     def send(self, body: wire.FromMember) -> None:
-        """Queue a message; raise UsageError if it is too large, or not encodable."""
+        """Queue a message unless closing; raise UsageError if it cannot be sent."""
         if self._closing:
             return
         kind, channel = type(body).__name__, self._hello.channel
@@ -243,7 +243,7 @@ class Session:
             logger.warning("channel %s: waiting for a coordinator at %s, %s: %s", name, self.endpoint, end, why)
 
     async def _retrying(self, function: Callable[[], Awaitable[_T]]) -> _T:
-        """Call ``function`` until it succeeds, with pauses after connection errors."""
+        """Return ``function()``, retried after pauses while the connection fails."""
         self._in_vain = 0
         found: _T = await AsyncRetrying(
             stop=stop_never, wait=self._pause_s, retry=retry_if_exception_type((*_TRANSIENT, _Fruitless)), reraise=True
@@ -251,7 +251,7 @@ class Session:
         return found
 
     def _end(self, error: errors.ReplicasError) -> None:
-        """Stop the session for good, and tell the handler the error."""
+        """Stop the session for good, and pass ``error`` to the handler."""
         self._closing = True
         self._flushed.set()
         self._handler.session_over(error)

@@ -53,6 +53,9 @@ PREFORK_DELAY_S = 0.2
 class SidecarLane:
     """One lane: a process group over several members, with a sidecar process here.
 
+    :ivar backend: of the process group.
+    :ivar sidecar: None until it was forked.
+    :ivar ended: True if no operation may use the lane from now on.
     :ivar turn: lock that gives one operation at a time the sidecar, in order.
     :ivar told_at: time of the last LaneMoved, by ``time.monotonic()``.
     """
@@ -109,7 +112,7 @@ class SidecarLane:
 
 
 class SidecarLanes(Part):
-    """The lanes of this member, formed and dropped as the coordinator asks."""
+    """This member's lanes (process groups), made and ended as the coordinator asks."""
 
     def __init__(self, hub: Hub) -> None:
         """Start without lanes (process groups); fork nothing."""
@@ -133,7 +136,10 @@ class SidecarLanes(Part):
         return lane
 
     def prepare(self) -> None:
-        """Start a task that has a spare sidecar forked, unless one runs already."""
+        """Start a task that has a spare sidecar forked, for the next lane; do not wait.
+
+        Does nothing if such a task still runs, or the channel is over.
+        """
         if self._hub.over is None and (self._preparing is None or self._preparing.done()):
             self._preparing = self._hub.spawn(self._prepare(), "forkserver")
 
@@ -145,7 +151,7 @@ class SidecarLanes(Part):
             logger.warning("channel %s: trying again later to start a helper process: %s", self._hub.name, error)
 
     def new_term(self) -> None:
-        """Kill the sidecars of all lanes: a new coordinator knows none of them."""
+        """Kill the sidecars of all lanes, which a new coordinator does not know."""
         for name in list(self._lanes):
             self._drop(LaneDrop(name))
 
@@ -155,7 +161,7 @@ class SidecarLanes(Part):
             await asyncio.wait(self._ending, timeout=DEATH_TIMEOUT_S)
 
     def _form_asked(self, message: LaneForm) -> None:
-        """Start a task that forms the lane that the coordinator asks for."""
+        """Record the lane that the coordinator asks for; start a task that forms it."""
         self._lanes[message.lane] = lane = SidecarLane(self._hub, message.lane, message.group.backend)
         self._hub.spawn(self._form(lane, message.group), f"lane {lane.name}")
 
@@ -183,7 +189,11 @@ class SidecarLanes(Part):
         self._hub.after(PREFORK_DELAY_S, self.prepare)
 
     async def _fork(self) -> Sidecar:
-        """Fork a sidecar; if the forkserver has died, fork from a new one."""
+        """Fork a sidecar and return it; if the forkserver has died, use a new one.
+
+        :raises OSError, RuntimeError: no forkserver can be reached or started, or the
+            system allows no process.
+        """
         loop, name = self._hub.loop, self._hub.forkserver_name
         forkserver = await loop.forkserver(name)
         try:
@@ -222,9 +232,9 @@ class SidecarLanes(Part):
             self._hub.send(LaneMoved(lane.name, moved.still_s, moved.rtt_s, moved.held_up))
 
     def _drop(self, message: LaneDrop) -> None:
-        """Kill the sidecar of the lane that the coordinator names.
+        """Forget the lane that the coordinator names, and kill its sidecar.
 
-        A task waits for its death.
+        A task waits for its death. Does nothing for an unknown lane.
         """
         lane = self._lanes.pop(message.lane, None)
         if lane is None:

@@ -22,10 +22,11 @@ DEATH_TIMEOUT_S = 5.0
 
 
 class Carried:
-    """One part of a version in one attempt, known to both ends by its secret.
+    """A version's bytes (or a part's) that this member's carrier serves or pulls.
 
-    Its number at the carrier depends on the member: those of one process share a
-    carrier.
+    The *carrier* is this process's transfer server, a child process. Both ends know the
+    secret of the transfer. Its number at the carrier depends on the member: those of
+    one process share a carrier.
 
     :param part: number of the part, or -1 for the whole version.
     :param memory: ends with the part's ``nbytes`` bytes.
@@ -41,7 +42,7 @@ class Carried:
         """Store the arguments; the carrier is told by :meth:`serve` or :meth:`pull`.
 
         :param carrier: this process's transfer server.
-        :param secret: of the attempt, which both ends know.
+        :param secret: of the transfer, which both ends know.
         :param part: number of the part; -1 for the whole version.
         :param memory: ends with the part's ``nbytes`` bytes.
         :param base: ends with as many bytes of an older version, for deltas; None: no
@@ -55,7 +56,10 @@ class Carried:
         self._lent = self._number, secret, memory, (memory.nbytes - nbytes, nbytes)
 
     def _number_at(self, member: str) -> int:
-        """Compute the part's number at the carrier (transfer server) of ``member``."""
+        """Return the number by which the carrier of ``member`` knows the part.
+
+        It is a hash, keyed by the secret, that both ends can compute.
+        """
         text = f"{self.part} {member}".encode()
         digest = hashlib.blake2b(text, key=self._secret, digest_size=8, person=b"transfer").digest()
         return int.from_bytes(digest, "little")
@@ -87,10 +91,14 @@ class Carried:
     ) -> Pulled:
         """Have the carrier pull the part into the memory; wait, and return the result.
 
+        The carrier serves the bytes to other members, too, until :meth:`end`.
+
         :param holders: members to pull from, in order of preference.
+        :param timeout_s: limit of the pull in seconds.
         :param digest: expected digest of the part; empty: do not compare.
-        :param on_received: called with the number of bytes received so far.
-        :raises replicas.carry.rank_side.PullFailed: no holder is left.
+        :param on_received: called on the loop with the number of bytes received so far.
+        :raises replicas.carry.rank_side.PullFailed: no holder is left, or the time is
+            up.
         :raises CarrierDied: the carrier died.
         """
         numbers = tuple(self._number_at(holder.name) for holder in holders)
@@ -126,9 +134,15 @@ class Carried:
 
 @dataclass(eq=False, repr=False)
 class Transfer:
-    """One transfer of this member.
+    """The move of one version to or from this member, as the coordinator offered it.
 
-    :ivar running: the slot is in use. :ivar cancelled: the transfer was withdrawn.
+    :ivar slot: memory with the version, or for it; None until it is known.
+    :ivar pinned: the transfer has a pin on the slot, which it must remove.
+    :ivar lane: process group of a broadcast.
+    :ivar carried: what the transfer server (carrier) serves or pulls.
+    :ivar base: pinned slot of the older version for deltas.
+    :ivar running: the slot is in use.
+    :ivar cancelled: the transfer was withdrawn.
     """
 
     offer: TransferOffer
@@ -147,11 +161,9 @@ class Transfer:
         return self.offer.role in ("send", "serve")
 
     async def is_filled(self, hub: Hub, slot: Slot) -> bool:
-        """Wait until ``slot`` is complete, up to the offer's deadline.
+        """Wait until ``slot`` is complete, up to the offer's deadline, and return True.
 
-        Return True then.
-
-        Return False if it is late, or the transfer was withdrawn.
+        Return False if it is late, was emptied, or the transfer was withdrawn.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.offer.deadline_s):
@@ -187,10 +199,12 @@ class Transfer:
         return ended
 
     async def take_base(self, hub: Hub, nbytes: int) -> Buffer | None:
-        """Pin the delta base, and return its memory, or None if it does not fit.
+        """Pin the delta base, and return its memory; None if there is none that fits.
 
         The base is an older version that both ends hold: only differences from it are
-        sent. A base on a GPU is copied to the host, where deltas are made and applied.
+        sent. A base on a GPU is copied to the host, where deltas are made and applied,
+        and is not pinned then; None without memory for that copy. :meth:`unpin_base`
+        ends it.
 
         :param nbytes: size that its data must have.
         """

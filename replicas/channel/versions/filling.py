@@ -79,7 +79,8 @@ class PublishJob:
     timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self, channel: str, session_end: SessionEnd | None) -> None:
-        """Start the clock of the deadline; make the two Promises, not ended yet."""
+        """Start the deadline's clock; make the open Promises ``pending`` (outcome) and
+        ``admitted`` (the version's number, from the coordinator)."""
         self.began = time.monotonic()
         self.deadline = self.began + self.deadline_s
         self.meta: Meta = {} if callable(self.asked_meta) else self.asked_meta
@@ -195,7 +196,7 @@ class CopiesUnderWay:
 
 
 class Filling:
-    """Fills the slots of publishes, on the publishing thread, one at a time.
+    """Fills slots (memory for versions) with published weights, one publish at a time.
 
     :param streaming: called on the session thread before a slot is filled that may be
         sent meanwhile; ``grown`` then gets the number of bytes filled so far.
@@ -398,7 +399,7 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode,
 def reserve(hub: Hub, weights: object, dtype: torch.dtype | None, mode: Mode, slots: int) -> None:
     """Caller's thread: start to allocate the memory of ``slots`` slots; do not wait.
 
-    :param weights: names, shapes and dtypes, for the size..
+    :param weights: names, shapes and dtypes, for the size.
     :param mode: ``image``: the leader sends all weights; ``parts``: each rank its own.
     """
     manifest = _planned(hub, "reserve", weights, dtype, mode)

@@ -48,7 +48,9 @@ class _Wait(NamedTuple):
 
 
 class Loads:
-    """The reports on the updates of this rank, one after another.
+    """Reports this rank's loads to the coordinator: can load, has loaded, or failed.
+
+    There is at most one open update (version received), so at most one open report.
 
     :ivar score: reports scores of a version, by name.
     :param on_touch: called when a caller begins to use an update: drop all references
@@ -95,8 +97,7 @@ class Loads:
         return pending
 
     def touched(self, version: int) -> None:
-        """Caller's thread: drop the references to an update, as its caller begins to
-        use it.
+        """Caller's thread: drop our references to an update that a caller now uses.
 
         Only the caller then keeps the update, so that its loss is noticed.
         """
@@ -104,14 +105,13 @@ class Loads:
         self._on_touch()
 
     def loaded(self, version: int, load_s: float, base: Base | None) -> None:
-        """Caller's thread: record that this rank serves ``version`` now.
-
-        Have Loaded sent.
+        """Caller's thread: record that this rank serves ``version``; have Loaded sent.
 
         :param load_s: seconds of the load.
         :param base: the loaded version's memory, to find later changes; None: there is
             none.
-        :raises replicas.errors.ReplicasError: the error that ended the channel.
+        :raises replicas.errors.ReplicasError: the error that ended the channel; nothing
+            was recorded.
         """
         if self._hub.over is not None:
             raise self._hub.over
@@ -119,9 +119,9 @@ class Loads:
         self._hub.call(self._report, Loaded(version, load_s))
 
     def failed(self, version: int, error: BaseException, *, kept: bool = False) -> None:
-        """Caller's thread: record that this rank serves no whole version.
+        """Caller's thread: record that a load failed, and have LoadFailed sent.
 
-        Have LoadFailed sent.
+        Unless ``kept``, this rank serves no whole version from then on.
 
         :param error: why; sent as text.
         :param kept: the rank loaded nothing, and still serves its last version.
@@ -203,7 +203,11 @@ class Loads:
             self.end(error)
 
     def end(self, error: errors.ReplicasError | None) -> None:
-        """End the open wait: fail it with ``error``, or resolve it if that is None."""
+        """End the wait for the coordinator's decision, if any: fail it with ``error``.
+
+        Resolve it if that is None. First call its ``tell``, with the same argument,
+        unless its update is gone.
+        """
         wait, self._wait = self._wait, None
         if wait is None:
             return
@@ -217,7 +221,7 @@ class Loads:
     def report_dropped(self, slot: Slot, version: int) -> None:
         """Unpin the slot of an update that its user lost; report a failed load.
 
-        Reports nothing if the user had not begun to use it.
+        Reports nothing if the user had not begun to use it, or the channel is over.
         """
         self._hub.arena.unpin(slot)
         if version == self._in_hand and self._hub.over is None:
@@ -226,9 +230,10 @@ class Loads:
             self._report(LoadFailed(version, self._as_wire(version, error)))
 
     def _report(self, message: Loaded | LoadFailed) -> None:
-        """Send the outcome of a load, and end the protection of its version.
+        """Send the outcome of a load; then its version may be evicted from memory.
 
-        A failure is kept, to repeat it to a new coordinator.
+        A failure, unless the rank kept its last version, is stored, to repeat it to a
+        new coordinator.
         """
         is_kept = isinstance(message, LoadFailed) and message.kept
         self.refused = message.version if is_kept else 0

@@ -74,6 +74,8 @@ class ManifestExchange(Part):
         """Return the manifest of this hash, fetched if need be; decode it on a thread.
 
         Small ones are kept decoded.
+
+        :raises replicas.errors.ReplicasError: no member has it, or the session ended.
         """
         known = self._decoded.get(manifest_hash)
         if known is None:
@@ -94,13 +96,16 @@ class ManifestExchange(Part):
         return known
 
     def _asked(self, ask: wire.ManifestAsk) -> None:
-        """Send the pieces that the coordinator asks for, or an empty one if unknown
-        here."""
+        """Send the pieces that the coordinator asks for; an empty one if unknown."""
         for piece in pieces(ask, self._own(ask.manifest_hash)):
             self._hub.send(piece)
 
     def _piece(self, piece: wire.ManifestPiece) -> None:
-        """Add a received piece to its fetch; ask for the next, or end the fetch."""
+        """Add a received piece to its fetch; ask for the next, or end the fetch.
+
+        At the end keep the manifest and resolve the waits, or fail them if it cannot be
+        had. Ignore a piece without a fetch.
+        """
         if piece.manifest_hash not in self._fetches:
             return
         try:

@@ -28,7 +28,7 @@ from replicas.messages.version_orders import Steered, VersionOrder
 
 
 class VersionOrders(Part):
-    """Sends this rank's orders, and ends their waits."""
+    """Sends this rank's orders, such as to promote a version; ends their Pendings."""
 
     def __init__(self, hub: Hub) -> None:
         """Start without orders."""
@@ -73,7 +73,7 @@ class VersionOrders(Part):
         self.fail_all(self._unknown("the coordinator was restarted meanwhile"))
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        """Fail all open orders with ``error``."""
+        """Fail all open orders with ``error``, and stop their timers."""
         for pending, timer in self._open.values():
             timer.cancel()
             pending.fail(error)
@@ -101,11 +101,10 @@ class VersionOrders(Part):
         return self._hub.error(errors.OutcomeUnknown, text, hint="`replicas versions` or channel.versions shows it")
 
     def read(self, version: int, pending: Promise[Update]) -> None:
-        """Session thread: resolve ``pending`` with an update of a version that is held
-        here.
+        """Session thread: resolve ``pending`` with an update of a version held here.
 
-        It fails with Gone if the version is not. The update keeps the version's slot in
-        use, and reports no load.
+        It fails with Gone if the version is not, or with the error that ended the
+        channel. The update keeps the version's slot in use, and reports no load.
         """
         hub, held = self._hub, self._hub.held_versions
         slot = None if hub.over is not None else held.find_pinned(version)
@@ -125,7 +124,10 @@ class VersionOrders(Part):
         pending.fail(self._unknown(f"the coordinator has not answered within {limit_s:g} s"))
 
     def _answered(self, message: VersionAnswer) -> None:
-        """End the order that the message answers, with its decision or error."""
+        """End the order that the message answers, with its decision or error.
+
+        Ignore the answer to an order that has ended.
+        """
         pending, timer = self._open.pop(message.ask, (None, None))
         if pending is None or timer is None:
             return
@@ -137,7 +139,7 @@ class VersionOrders(Part):
 
 
 class _Reader(Loads):
-    """The owner of updates that are read, and not served: they report nothing."""
+    """The owner of updates that are read, and not served: they report no load."""
 
     @property
     def together(self) -> bool:
@@ -155,7 +157,7 @@ class _Reader(Loads):
 
 
 class Lease:
-    """A version that is kept: from the order on, until the block ends.
+    """A version that is kept in memory: from the order on, until the block ends.
 
     ``with channel.versions.hold(7): ...``, or ``async with``; or call :meth:`wait`, and
     release it by name. The lease also ends when this process leaves the channel.
@@ -184,7 +186,11 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the lease, and wait for that; a timed one may be over already."""
+        """Release the lease, and wait for that; a timed one may be over already.
+
+        An error of the release is raised only after a block without exception, and if
+        the lease has no time limit.
+        """
         try:
             self._release(self._order.wait().name).wait()
         except errors.ReplicasError:
@@ -198,7 +204,11 @@ class Lease:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the lease, and wait for that; a timed one may be over already."""
+        """Release the lease, and await that; a timed one may be over already.
+
+        An error of the release is raised only after a block without exception, and if
+        the lease has no time limit.
+        """
         decided = await self._order
         try:
             await self._release(decided.name)
@@ -209,17 +219,18 @@ class Lease:
 
 @arguments.refuse_unknown_keywords
 class Versions:
-    """The versions of one channel: orders to serve and to keep them, and labels.
+    """Orders of this rank to serve, keep, name and score versions of one channel. Each
+    returns a Pending that ends when the coordinator's decision is on disk.
 
-    Each order returns a Pending that ends when the decision is on disk; it raises
-    UsageError or Gone, which name what is there, or NoCapacity, or OutcomeUnknown after
-    ``deadline`` seconds (default: the channel's). A version is a number or a label:
-    ``current``, ``candidate``, ``previous``, or one of yours.
+    The Pending raises UsageError or Gone, which name what is there, or NoCapacity, or
+    OutcomeUnknown after ``deadline`` seconds (default: the channel's). A version is a
+    number or a label: ``current``, ``candidate``, ``previous``, or one of yours.
     """
 
     def __init__(self, hub: Hub, sent: VersionOrders) -> None:
         """Store the arguments; send nothing.
 
+        :param hub: of the channel; has the labels.
         :param sent: sends the orders.
         """
         self._hub, self._sent = hub, sent
@@ -250,7 +261,11 @@ class Versions:
     def reject(
         self, version: int | str = "candidate", *, why: str = "", deadline: float | None = None
     ) -> Pending[Steered]:
-        """Never serve the candidate. Its canary (replicas that have it) goes back.
+        """Never serve the candidate.
+
+        If a canary (replicas that load it before the others) was told of it, the
+        version that the others serve is committed again, under a new number, and all
+        load that.
 
         :param version: its number or label; default: the candidate.
         :param why: the reason, which is recorded.
@@ -272,6 +287,8 @@ class Versions:
         self, version: int | str, *, seconds: float | None = None, name: str = "", deadline: float | None = None
     ) -> Lease:
         """Keep a version's content: make a lease, which a ``with`` block releases.
+
+        Does not wait: the block, or the lease's ``wait()``, waits until it is recorded.
 
         :param version: its number or label.
         :param seconds: end it after this time; None (the default): when it is released,
@@ -300,7 +317,7 @@ class Versions:
         return pending
 
     def release(self, name: str, *, deadline: float | None = None) -> Pending[Steered]:
-        """End a lease: the version may be evicted again.
+        """End a lease of :meth:`hold`: its version may be evicted again.
 
         :param name: of the lease, as in the answer to :meth:`hold`.
         :param deadline: seconds; default: the channel's.
@@ -336,9 +353,10 @@ class Versions:
 
 
 def _text(what: str, version: int | str) -> str:
-    """Return a version's number or label as text; raise UsageError for others.
+    """Return a version's number (from 1) or label as text.
 
     :param what: name of the method, for the error.
+    :raises replicas.errors.UsageError: it is neither.
     """
     if isinstance(version, str):
         return arguments.text(f"{what}: version", version)

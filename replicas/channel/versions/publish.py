@@ -46,7 +46,7 @@ LATE_S = 15.0
 
 
 class Publisher(Part):
-    """Publishes this rank's weights, one version after another."""
+    """Publishes this rank's weights. A *walk* is one iteration over given weights."""
 
     def __init__(self, hub: Hub) -> None:
         """Start without publishes; allocate nothing."""
@@ -73,9 +73,8 @@ class Publisher(Part):
         return job.pending
 
     def _walk(self, job: PublishJob, feed: Feed) -> None:
-        """Copy the weights; after an error of ours iterate to the end, then raise: the
-        other ranks' gathers need that. The error raised is the replica's common
-        verdict; the user's own exception passes unchanged."""
+        """Copy the weights. After our own error iterate to the end (other ranks gather)
+        and raise the replica's common verdict; a user's exception passes unchanged."""
         try:
             self.copies.fence()
             self._fill(job, feed)
@@ -99,7 +98,8 @@ class Publisher(Part):
                 del verdict
 
     def _fill(self, job: PublishJob, feed: Feed) -> None:
-        """Copy the weights into a slot; on ranks that send nothing only iterate."""
+        """Copy the weights into a slot, or only iterate if this rank sends none. On the
+        leader first raise an earlier failure that no caller was told."""
         hub = self._hub
         if hub.leader and (earlier := hub.failures.take_unreported()) is not None:
             raise earlier
@@ -124,7 +124,7 @@ class Publisher(Part):
         return as_wire_error(error, channel=self._hub.name, phase="pack", version=job.version or None).exception()
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
-        """Block for the common outcome; return its error, or else our ``error``."""
+        """Block for the replica's outcome; return its error, or else our ``error``."""
         try:
             job.pending.wait(min(job.left_s + 2 * GRACE_S, SECONDS_MAX))
         except errors.ReplicasError as verdict:
@@ -156,7 +156,7 @@ class Publisher(Part):
         self._announce()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        """Fail all open publishes; those of unknown outcome stay unknown."""
+        """Fail open publishes with ``error``; those of unknown outcome stay so."""
         for job in list(self._jobs.values()):
             if job.unsettled:
                 self._end_decided(job, None)
@@ -243,7 +243,7 @@ class Publisher(Part):
         return (await ended).result()
 
     def _admitted(self, message: PublishAdmitted) -> None:
-        """Record the version that the coordinator has given to a publish."""
+        """Record the version that a publish got from the coordinator; end its wait."""
         job = self._jobs.get(message.publish)
         if job is None or job.unsettled:
             return
@@ -293,7 +293,7 @@ class Publisher(Part):
             self._announce()
 
     def _announce(self) -> None:
-        """Send Packed of ready publishes, in order, up to the first in progress."""
+        """Send Packed of ready publishes, in order; stop at one that is in progress."""
         for job in list(self._jobs.values()):
             if job.state == "ready":
                 job.step("tell")
@@ -383,7 +383,7 @@ class Publisher(Part):
         self._fail(job, hub.error(errors.OutcomeUnknown, why.message, version=job.version, phase="commit"))
 
     def _remove_ended(self, job: PublishJob) -> None:
-        """Remove the ended job, stop its timer, and announce jobs behind it."""
+        """Remove the ended job, stop its timer, and announce the jobs behind it."""
         self._jobs.pop(job.number, None)
         job.step("end")
         job.stop_timer()
@@ -391,7 +391,7 @@ class Publisher(Part):
             self._announce()
 
     def _fail(self, job: PublishJob, error: errors.ReplicasError) -> None:
-        """Fail the Pending; after OutcomeUnknown keep the slot for a late verdict."""
+        """End with ``error``; after OutcomeUnknown keep the slot for a late verdict."""
         filled = job.filled
         if filled and isinstance(error, errors.OutcomeUnknown) and self._hub.over is None:
             job.unsettled = True

@@ -31,6 +31,7 @@ class Bound(NamedTuple):
     key: str = ""
 
     def __str__(self) -> str:
+        """Return ``at_least=...``, for messages; "" for the default bound."""
         return f"at_least=({self.key!r}, {self.least})" if self.key else f"at_least={self.least}" if self.least else ""
 
 
@@ -52,7 +53,8 @@ class _Wish:
 
 
 class Receiver(Part):
-    """Gets committed versions for this rank, one :class:`Update` at a time."""
+    """Gets committed versions for this rank, one :class:`Update` at a time. An *ask* is
+    its request for the next one to the coordinator, a *grant* the answer."""
 
     def __init__(self, hub: Hub, score: Score) -> None:
         """Start without an ask.
@@ -136,7 +138,7 @@ class Receiver(Part):
         return {ReceiveGrant: self._grant, LoadDecided: self.loads.decided}
 
     def new_term(self) -> None:
-        """Repeat the open ask and the last failure for a new coordinator."""
+        """Repeat the open ask and the last failed load to a new coordinator."""
         self._wish.granted = 0
         self.loads.new_term()
         if self._wish.pending is not None:
@@ -212,7 +214,8 @@ class Receiver(Part):
         return bound != Bound() and held and is_enough(*bound, loaded, meta)
 
     def _grant(self, message: ReceiveGrant) -> None:
-        """Handle the coordinator's choice of a version: protect and deliver it."""
+        """Handle the coordinator's choice of a version: keep it from eviction, and
+        deliver it when its slot is complete. Ignore the answer to an older ask."""
         if message.ask != self._asks or self._wish.pending is None:
             return
         self._wish.granted = message.version
@@ -279,7 +282,7 @@ class Receiver(Part):
             self._ask_for(pending)
 
     def _end_ask(self) -> None:
-        """Forget the open ask and its timer; keep its bound."""
+        """Forget the open ask and stop its timer; its Pending stays open."""
         if self._wish.timer is not None:
             self._wish.timer.cancel()
         self._wish = _Wish(self._wish.bound, self._wish.deadline_s)
@@ -314,7 +317,7 @@ class _Watch:
 
 
 class Watches(Part):
-    """Waits for a newer commit, or for a version to be loaded by all targets.
+    """Callers' waits for a newer commit, or for all targets to load a version.
 
     A commit watch ends above its version, a load watch at it. For all callers together
     the coordinator has one watch of this member: that of the oldest version awaited.
@@ -338,6 +341,8 @@ class Watches(Part):
 
     def loaded(self, version: int, deadline_s: float | None) -> Promise[int]:
         """Any thread: return a Promise that ends when all targets serve ``version``.
+
+        Its value is the oldest version they serve; it fails if a target refuses one.
 
         :param deadline_s: seconds; None: no limit.
         """
@@ -375,8 +380,9 @@ class Watches(Part):
     session_down = fail_all
 
     def _add_watch(self, watch: _Watch, deadline_s: float | None) -> None:
-        """Add a wait, start its timer, and ask the coordinator if the wait is for
-        loads.
+        """Add a wait, start its timer, and ask the coordinator if it is for loads.
+
+        End it now if it is satisfied, or the session is over.
 
         :param deadline_s: seconds; None: no limit.
         """
@@ -392,7 +398,7 @@ class Watches(Part):
     def _watch(self) -> None:
         """Ask the coordinator for the loads of the oldest version that is awaited.
 
-        Sends nothing if that is asked already.
+        That replaces the earlier question. Sends nothing if that is asked already.
         """
         oldest = min((watch.version for watch in self._watches if watch.loads), default=None)
         if oldest is None or (self._told is not None and self._told.version == oldest):
@@ -408,7 +414,8 @@ class Watches(Part):
             self._remove_watch(watch).resolve(latest)
 
     def _loaded(self, message: WatchEnd) -> None:
-        """Handle the coordinator's answer: end the load watches that it covers."""
+        """Handle the coordinator's answer: end the load watches that it covers, with
+        the version, or with SyncError if a target refused it. Ask for the others."""
         if self._told is None or message.watch != self._told.watch:
             return  # the answer to an older watch; that to the newer one will come
         self._told = None

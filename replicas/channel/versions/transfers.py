@@ -57,7 +57,7 @@ KEPT_FILLED = 8
 
 
 class Transfers(Part):
-    """The transfers of versions to and from this member, one task for each."""
+    """Moves versions to and from this member, as the coordinator offers them."""
 
     def __init__(self, hub: Hub, lanes: SidecarLanes, carriers: Carriers, manifests: ManifestExchange) -> None:
         """Start without transfers. ``lanes`` run broadcasts, ``carriers`` give the
@@ -142,7 +142,7 @@ class Transfers(Part):
             hub.send(wire.TransferReady(offer.transfer))
 
     def _ended(self, transfer: Transfer, slot: Slot, done: wire.TransferDone) -> None:
-        """Record what a finished step moved, and send its TransferDone."""
+        """Record what a step moved, and send TransferDone unless it was withdrawn."""
         offer, hub = transfer.offer, self._hub
         if offer.role == "pull":
             self._pulled(transfer, slot, done)
@@ -359,7 +359,7 @@ class Transfers(Part):
         return offer.place
 
     def _pin(self, transfer: Transfer) -> None:
-        """Give the transfer the pinned slot to send, or one that is being filled."""
+        """Give the transfer the slot to send, pinned or being filled; or raise Gone."""
         offer = transfer.offer
         if offer.streaming and (filling := self._hub.arena.find_filling(offer.version)) is not None:
             transfer.slot = filling  # the publish keeps the slot, and pins it when full
@@ -428,7 +428,7 @@ class Transfers(Part):
         self._hub.held_versions.protect()
 
     def _remove_transfer(self, transfer: Transfer) -> bool:
-        """Remove a transfer; return False if it was withdrawn."""
+        """Forget an ended transfer; return False if it was withdrawn before."""
         if self._is_over(transfer):
             return False
         del self._transfers[transfer.offer.transfer]

@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 
 # One object for the user, so it has a method for each way to read a version.
 class Update:
-    """The newest committed version, the same for all ranks of this replica.
+    """One committed version, open to be loaded; the same for all ranks of this replica.
 
     Use it in a ``with`` block: a clean exit reports :meth:`loaded`, an exception
     :meth:`failed`. Without a block call one of the two yourself. Take tensors and
@@ -177,7 +177,7 @@ class Update:
                 self.refuse(error)
 
     def unadopted(self) -> Update:
-        """Return this update, for a block in which you call :meth:`adopt` yourself."""
+        """Return this update; its ``with`` then does not wait for :meth:`adopt`."""
         self._by_hand = True
         return self
 

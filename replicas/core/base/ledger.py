@@ -112,7 +112,9 @@ class Version(msgspec.Struct):
 
 
 class Ledger:
-    """Versions, labels, leases and scores of one channel.
+    """The decisions on one channel so far, as tables: versions, labels, leases, scores.
+
+    In memory only: the decision log writes the file.
 
     :ivar newest: the newest committed version; 0 if there is none.
     :ivar aborted: later numbers that will not be committed, with their decisions.
@@ -138,7 +140,7 @@ class Ledger:
     def learn_digest(self, digest: str) -> None:
         """Set the digest of the newest version, which was unknown at its commit.
 
-        Write nothing.
+        There must be a version. It changes this object only, and writes no file.
         """
         self.versions[self.newest].digest = digest
 
@@ -172,9 +174,8 @@ class Ledger:
     def apply(self, decision: Decision) -> None:
         """Change versions, labels, leases and scores as one decision says.
 
-        Write nothing to disk.
-
-        A rejection or a score of an unknown version changes nothing but is counted.
+        In memory only: the caller writes the decision to disk. A rejection or a score
+        of an unknown version adds one to :attr:`changes`, and changes nothing else.
         """
         version, name = decision.version, decision.name
         self.changes += 1
@@ -202,8 +203,9 @@ class Ledger:
     def _commit(self, decision: Decision) -> None:
         """Add the version that ``decision`` commits to those known here.
 
-        Point the decision's label to it: ``candidate``, or else ``current``. Then
-        forget old versions (:meth:`_prune`).
+        Point the decision's label to it: ``candidate`` if it names that, otherwise
+        ``current``. Forget the aborted numbers up to it, and old versions
+        (:meth:`_prune`).
         """
         number = decision.version
         self.newest = max(self.newest, number)
@@ -219,7 +221,8 @@ class Ledger:
     def _serve(self, version: int) -> None:
         """Point the label ``current`` to the version, and ``previous`` to the former.
 
-        Remove the label ``candidate`` unless it points to a newer version.
+        Remove the label ``candidate``, and what is known of its canary replicas, unless
+        it points to a newer version.
         """
         if current := self.current():
             self.labels[PREVIOUS] = current
@@ -249,7 +252,10 @@ class Ledger:
         return {*self.labels.values(), *(lease.version for lease in self.leases.values())}
 
     def _prune(self) -> None:
-        """Forget versions without a label or a lease, except for the newest 16."""
+        """Forget old versions: keep the newest 16, and those of a label or a lease.
+
+        Versions whose bytes a labelled or leased version has are kept, too.
+        """
         pinned = self.pinned()
         needed = {*pinned, *map(self.content, pinned), *sorted(self.versions)[-KEPT_RECORDS:]}
         self.versions = {number: known for number, known in self.versions.items() if number in needed}
@@ -257,7 +263,10 @@ class Ledger:
     # ------------------------------------------------------------ the file
 
     def decisions(self) -> Iterator[Decision]:
-        """Yield the fewest decisions that rebuild this ledger, to rewrite its file."""
+        """Yield the fewest decisions that rebuild this ledger, to rewrite its file.
+
+        They are for a new ledger, in this order. This ledger does not change.
+        """
         channel = next((known.commit.channel for known in self.versions.values()), "")
         labels = [Decision("label", channel, version, name=label) for label, version in self.labels.items()]
         yield from labels  # first: versions that are kept are not forgotten at later commits

@@ -175,7 +175,8 @@ class PartManifest(AnyManifest, frozen=True, dict=True):
 
     @cached_property
     def regions(self) -> tuple[tuple[int, int, int], ...]:
-        """Ranges of the rank's bytes, as ``(start, end, bytes of one number)``."""
+        """Ranges of the rank's packed tensors in which all numbers have one size, as
+        ``(start, end, bytes of one number)``."""
         if self.pieces is None:
             return self.whole.regions
         pieces = ((self.tensors[piece.tensor].dtype, _nbytes([piece], self.tensors)) for piece in self.pieces)
@@ -271,7 +272,7 @@ class Manifest(AnyManifest, frozen=True, dict=True):
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Number of each tensor by its name; aliases included."""
+        """Number of each tensor by its name; an alias has the number of its tensor."""
         found = {tensor.name: number for number, tensor in enumerate(self.tensors)}
         return found | {alias: found[target] for alias, target in self.aliases}
 

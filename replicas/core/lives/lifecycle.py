@@ -181,7 +181,8 @@ class Lifecycle:
     def __init__(self, group: str, replica: int, *, now: float) -> None:
         """Start as ``pending``, before the first generation; start no process.
 
-        :param group: its name. :param replica: index of the replica in the group.
+        :param group: name of the replica's group.
+        :param replica: index of the replica in the group.
         :param now: the time, by any one monotonic clock, of which all later times are.
         """
         self.group = group
@@ -221,6 +222,8 @@ class Lifecycle:
 
     def restore(self, state: Literal["finished", "failed"], reason: str) -> None:
         """Set the state and its reason, as an earlier supervisor has saved them.
+
+        The table is not asked, and times and counters stay as they are.
 
         :param reason: one line for people.
         """

@@ -54,9 +54,12 @@ DUTY: Table[Duty, DutyEvent] = Table(
 
 
 class NodeLife:
-    """One node's place in both tables. Times are seconds of any one monotonic clock.
+    """The supervisor's view of one node, as two states: its connection and its duty.
 
-    :param leased: whether silence alone makes it away and lost. False on the
+    They follow the tables :data:`NODE` and :data:`DUTY`. Times are seconds of any one
+    monotonic clock.
+
+    :param leased: whether silence alone makes the node away and lost. False on the
         supervisor's own machine: a silent agent is replaced there, and its end is
         always noticed.
     :ivar heard_at: time of the last message of its agent.
@@ -81,7 +84,7 @@ class NodeLife:
         Return True if the new state differs from the old one.
 
         :raises replicas.common.table.InvalidStep: ``event`` cannot happen in this
-            state.
+            state, which stays.
         """
         before, self.state = self.state, NODE.next(self.state, event)
         return self.state != before
@@ -89,7 +92,8 @@ class NodeLife:
     def ask(self, event: DutyEvent) -> None:
         """Change the node's duty, whether it takes new replicas, by :data:`DUTY`.
 
-        :raises replicas.common.table.InvalidStep: ``event`` cannot happen in this duty.
+        :raises replicas.common.table.InvalidStep: ``event`` cannot happen in this duty,
+            which stays.
         """
         self.duty = DUTY.next(self.duty, event)
 

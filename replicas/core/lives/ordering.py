@@ -77,7 +77,7 @@ def is_over(states: Sequence[ReplicaState]) -> bool:
 
 
 def least_left(config: Config, group: GroupConfig) -> int:
-    """Return how many replicas must be left so that the run continues.
+    """Return how many replicas of a group must not have failed for the run to go on.
 
     That is ``min_ready``. Without it, 1 where a source publishes to the group and a
     failure ends only one replica: the source would else publish to no target forever.

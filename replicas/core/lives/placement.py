@@ -90,7 +90,7 @@ class _Room:
         """Compute what is left of a node's offer when others have taken their shares.
 
         :param taken: shares of parts that run on this node.
-        :param group: the group whose parts are counted, for ``per_node``.
+        :param group: the group whose parts are counted, against the limit ``per_node``.
         """
         used = {gpu for share in taken for gpu in share.gpus}
         self.offer = offer
@@ -142,7 +142,8 @@ def place(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> tuple[
 def _missing(need: Need, offers: Sequence[Offer], taken: Sequence[Share]) -> str:
     """Return what the nodes lack for the replica, as text, such as "2 GPUs (1 free)".
 
-    :param need: what each of its parts needs. :param offers: all nodes.
+    :param need: what each of its parts needs.
+    :param offers: all nodes.
     :param taken: shares that other replicas have.
     """
     if not offers:

@@ -55,7 +55,9 @@ class RestartVerdict:
 
 
 class Restarts:
-    """The rules of one group, and the restarts that it has spent.
+    """The restart rules of one group of replicas, and the restarts that it has spent.
+
+    A *cycle* is a generation that ended badly and made no progress.
 
     :param rng: source of the jitter; a seeded one makes the delays reproducible.
     """
@@ -83,9 +85,10 @@ class Restarts:
         self._backoff = Backoff(config.initial_delay_s, config.max_delay_s)
 
     def key(self, replica: int) -> int:
-        """Return the key under which cycles and restarts of a replica are counted.
+        """Return the key under which restarts and cycles of a replica are counted.
 
-        That is its index, or 0 for all if the group restarts as a whole.
+        That is its index, or 0 for all if the group restarts as a whole. A cycle is a
+        generation without progress.
         """
         return _ALL if self.config.strategy == "group" else replica
 
@@ -95,13 +98,15 @@ class Restarts:
 
         Count a cycle without progress, and spend a restart of the group's budget if the
         verdict is to restart. Replicas of a group that restarts as a whole spend one
-        together.
+        together: until :meth:`resumed`, further ends count nothing.
 
         :param ok: every rank exited with code 0.
         :param progressed: whether it reached a new step or version; None if it has no
             steps.
         :param ran_s: for how many seconds it ran.
         :param now: when it ended, by a monotonic clock.
+        :returns: ``delay_s``, seconds until the restart; or None, and the ``rule`` that
+            forbids it.
         """
         config = self.config
         if not wants_restart(config, ok=ok):

@@ -35,7 +35,9 @@ TENANCY: Table[TenancyState, TenancyEvent] = Table(
 
 
 class Tenancy:
-    """The agent's side of a lease. Times are seconds of any one monotonic clock.
+    """The life of an agent at its supervisors: its state, and when its lease ends.
+
+    Times are seconds of any one monotonic clock.
 
     :ivar state: its place in :data:`TENANCY`.
     """
@@ -50,16 +52,18 @@ class Tenancy:
         self._number = 0
 
     def step(self, event: TenancyEvent) -> None:
-        """Change the state by :data:`TENANCY`.
+        """Change the state (joining, serving, leaving, ...) by :data:`TENANCY`.
+
+        The lease and :attr:`until` stay as they are.
 
         :raises replicas.common.table.InvalidStep: ``event`` cannot happen in this
-            state.
+            state, which stays.
         """
         self.state = TENANCY.next(self.state, event)
 
     @property
     def serves(self) -> bool:
-        """True if a supervisor has taken the agent and its lease runs."""
+        """True if a supervisor has taken the agent, and no lease has ended since."""
         return self.state in ("serving", "leaving")
 
     @property

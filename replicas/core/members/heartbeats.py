@@ -55,20 +55,23 @@ class Heartbeats:
         """Seconds of silence after which a member counts as suspect: three heartbeats
         missed.
 
-        That is three times the slowest interval that a member may still use.
+        That is three times the slowest interval that a member may still use, and 0.5 s.
         """
         return MISSED_BEATS * self._slowest_s + SLACK_S
 
     def note_sent_to_one(self, interval_s: float) -> None:
-        """Tolerate this interval from now on, as one member was sent it, in its
-        Welcome."""
+        """Record the interval that one member was sent, in its Welcome.
+
+        A longer one is tolerated of all members from now on; a shorter one changes
+        nothing.
+        """
         self._slowest_s = max(self._slowest_s, interval_s)
 
     def note_sent_to_all(self, interval_s: float, now: float) -> None:
         """Record the interval that all members were sent, in a View (a new epoch).
 
         A longer one is tolerated now. A shorter one is expected only when every member
-        must have read the View, two intervals later (:meth:`tick`).
+        has had the time to read the View, two intervals later (:meth:`tick`).
         """
         if interval_s >= self._slowest_s:  # a slower pace is allowed at once
             self._slowest_s, self._slow_until = interval_s, 0.0
@@ -76,18 +79,20 @@ class Heartbeats:
             self._slow_until = now + 2 * self._slowest_s  # a View may take a whole interval until it is read
 
     def tick(self, interval_s: float, now: float) -> None:
-        """Tolerate only ``interval_s`` from now on, if all members must have read of
-        it.
+        """Tolerate only ``interval_s`` from now on, once members can have read of it.
 
-        Otherwise the slower interval, which they may still use, stays tolerated. Call
-        it regularly.
+        Until then the slower interval, which they may still use, stays tolerated. Do
+        nothing if no shorter interval was sent. Call it regularly.
         """
         if self._slow_until and now > self._slow_until:
             self._slowest_s, self._slow_until = interval_s, 0.0
 
 
 class ChannelSilence:
-    """Detects that no member of a coordinator is heard. Times: one monotonic clock."""
+    """Detects a silence of all members, caused by the coordinator's own network.
+
+    Times are of one monotonic clock.
+    """
 
     def __init__(self) -> None:
         """Start as if no member had been heard yet."""

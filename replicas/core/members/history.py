@@ -10,16 +10,16 @@ FLAP_WINDOW_S = 60.0
 
 
 class History:
-    """Joins and ends by the name of an identity.
+    """A channel's memory of ranks after they have gone: their joins, leaves and losses.
 
-    :ivar joined: every identity that ever joined.
+    :ivar joined: names of all ranks that ever joined.
     :ivar left: by replica and rank: generation and time of orderly leaves, until the
         rank's next join.
     :ivar unloaded: why replicas failed to load since the last receipt, by their name.
     """
 
     def __init__(self) -> None:
-        """Start without any identity."""
+        """Start without any rank."""
         self.joined: set[str] = set()
         self.left: dict[tuple[str, int], dict[int, tuple[int, float]]] = {}
         self.unloaded: dict[str, str] = {}
@@ -34,7 +34,8 @@ class History:
         """Record that a rank has left in good order, so that its replica does not wait
         for it.
 
-        :param generation: the replica's generation that left. :param now: when it left.
+        :param generation: the replica's generation that left.
+        :param now: when it left.
         """
         self.left.setdefault((member.group, member.replica), {})[member.rank] = (generation, now)
 
@@ -42,7 +43,8 @@ class History:
         """Count a loss of a rank, one that has not left in good order, for
         :meth:`losses`.
 
-        :param name: ``group/replica/rank``. :param now: when it was lost.
+        :param name: ``group/replica/rank``.
+        :param now: when it was lost.
         """
         self._losses = {known: at for known, at in self._losses.items() if now - at[-1] <= FLAP_WINDOW_S}
         self._losses.setdefault(name, deque(maxlen=16)).append(now)  # 16: by then delays are as long as they get

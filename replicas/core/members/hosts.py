@@ -63,7 +63,9 @@ class _Search:
 
 
 class Hosts:
-    """The hosts of one channel, by number.
+    """Which members of a channel can map each other's memory: those of one *host*.
+
+    Each host has a number.
 
     :param here: boot id and beacon of the coordinator's process, if it has memory to
         share.
@@ -326,11 +328,12 @@ class Keeping:
         """Record the result of a ``Keep`` effect, by which the engine has opened
         memory.
 
-        If its owner was lost meanwhile, a stand-in takes its place.
+        If its owner was lost meanwhile, a stand-in takes its place. A result for
+        another version than the newest, or for memory not asked for, is ignored.
 
         :param owner: the member whose memory it is.
         :param place: where the coordinator's process holds the memory; None: it could
-            not.
+            not, and is not asked again for this owner and version.
         """
         state = self._asked.get(owner)
         if version != self._version or state is None:
@@ -344,16 +347,18 @@ class Keeping:
             self._stand_in(state)
 
     def lost(self, state: MemberState) -> None:
-        """Make a stand-in for a member that was lost, if its memory is kept.
+        """Have the kept memory of a lost member, if any, stand in for the member.
 
-        Else do nothing.
+        A *stand-in* is the lost member's state, with the coordinator's descriptor as
+        the place of the memory. Do nothing if none is kept.
         """
         if state.member in self._kept:
             self._stand_in(state)
         self._failed.discard(state.member)
 
     def _stand_in(self, state: MemberState) -> None:
-        """Make the stand-in of a lost member: a copy that has only the kept memory."""
+        """Store the stand-in of a lost member: a copy of its state that has only the
+        kept memory."""
         version, member = self._version, state.member
         other = copy(state)
         other.host = self._hosts.own
@@ -364,7 +369,10 @@ class Keeping:
         self._stand_ins[member] = other
 
     def stand_ins_with(self, version: int) -> list[MemberState]:
-        """Return the stand-ins of lost members with ``version`` or a part of it."""
+        """Return the stand-ins of lost members with ``version`` or a part of it.
+
+        A stand-in is a lost member's state with memory that the coordinator keeps.
+        """
         return list(self._stand_ins.values()) if version == self._version else []
 
     def member_or_stand_in(self, member: Member) -> MemberState | None:

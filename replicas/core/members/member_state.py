@@ -92,9 +92,10 @@ class Life:
         return self.ranks.get(hello.rank, hello.process) == hello.process and not self.lost - {hello.rank}
 
     def joined(self, hello: Hello) -> None:
-        """Enter the process of a rank that joins this life.
+        """Enter the process of a rank that joins this life, in place of an earlier one.
 
-        It does not count as lost now.
+        The rank does not count as lost now. If it comes from an earlier coordinator,
+        the life counts as resumed: its list of ranks may miss some.
 
         :param hello: the rank's first message.
         """

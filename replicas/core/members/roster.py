@@ -77,7 +77,8 @@ class Roster:
     """Members and epochs of one channel."""
 
     def __init__(self, config: ChannelConfig, groups: Mapping[str, GroupShape], *, epoch: int = 0) -> None:
-        """Start without members. ``groups``: shapes; ``epoch``: the last one used."""
+        """Start without members. ``groups``: expected shape of each group, by its name;
+        ``epoch``: number of the last epoch (membership) used before."""
         self.config = config
         self.groups = dict(groups)
         self.epoch = epoch
@@ -127,7 +128,7 @@ class Roster:
         return state.host if state is not None else 0
 
     def shape(self, group: str) -> GroupShape:
-        """Return the expected replicas, ranks and lease of a group."""
+        """Return a group's expected replicas, ranks and lease (defaults if unknown)."""
         return self.groups.get(group, GroupShape())
 
     # ------------------------------------------------------------ joins and losses
@@ -139,7 +140,8 @@ class Roster:
         none. The roster is not changed: the caller must first remove that member and
         those that :meth:`outlived` returns, and then :meth:`insert` the new one.
 
-        :param hello: its first message. :param address: its IP address.
+        :param hello: its first message.
+        :param address: its IP address.
         :raises errors.ReplicasError: the Hello is not acceptable.
         """
         outlived = self.outlived(hello)
@@ -224,7 +226,7 @@ class Roster:
     def remove(self, member: Member, *, in_order: bool = False) -> MemberState | None:
         """Remove the member, now ``gone``; return its state, or None if unknown.
 
-        If it was live, a new epoch begins. Without ``in_order``, its rank counts as
+        If it was live, a new epoch begins. Unless ``in_order``, its rank counts as
         lost.
         """
         state = self._members.pop(member, None)
@@ -262,7 +264,7 @@ class Roster:
         return list(self._replicas.get((group, replica), {}).values())
 
     def life(self, member: Member) -> Life:
-        """Return the present or last life (one run of its processes) of the replica."""
+        """Return the present or last life (run of processes) of a member's replica."""
         return self._lives[member.group, member.replica]
 
     def lost(self, group: str, replica: int, generation: int | None) -> set[int]:
@@ -331,15 +333,14 @@ class Roster:
         return [s for s in members if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
 
     def admissible(self, state: MemberState, now: float) -> bool:
-        """Return True if it is :meth:`available`, not delayed, and misses no rank."""
+        """Return True if only a missed version may keep the member from admission."""
         return now >= state.not_before and self.available(state, now) and not self.missing_ranks(state)
 
     def missing_ranks(self, state: MemberState) -> list[str]:
-        """Return names of ranks that must join before this member is admitted.
+        """Return the names of ranks that must join before a member may be admitted.
 
-        These are ranks of its replica that have not joined. Return [] unless the member
-        is a peer and all ranks of peers run operations: all must be there from the
-        first operation on.
+        These are ranks of its replica. Return [] unless it is a peer and all ranks of
+        peers run operations: all must be there from the first operation on.
         """
         if not state.is_peer or self.config.peers[0].ranks != "all":
             return []
@@ -365,7 +366,7 @@ class Roster:
     # ------------------------------------------------------------ signs of life
 
     def note_heard(self, member: Member, now: float, rtt_s: float = 0.0) -> None:
-        """Count the silence from ``now``; store the round-trip time unless it is 0."""
+        """Count a member's silence from ``now``; store the round-trip time unless 0."""
         if (state := self.get(member)) is not None:
             state.last_seen = max(state.last_seen, now)  # extend_leases() may have set it ahead of now
             state.rtt_s = rtt_s or state.rtt_s

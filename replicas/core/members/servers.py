@@ -35,7 +35,8 @@ def refusal(state: MemberState, other: MemberState, channel: str) -> errors.Pref
     """Return (do not raise) the error for a newcomer, as another target uses its
     server.
 
-    :param state: the newcomer. :param other: the member that loads into that server.
+    :param state: the newcomer.
+    :param other: the member that loads into that server.
     :param channel: name of the channel.
     """
     url, theirs = (text_of(one.hello.info["url"], REASON_LENGTH) for one in (state, other))

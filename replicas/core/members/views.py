@@ -20,7 +20,10 @@ VIEWS_AT_ONCE = 2_000
 
 
 class Views:
-    """Sends the Views of one channel, and remembers the last one."""
+    """Sends the members of a channel each new membership, as a message View.
+
+    It limits the rate, and remembers which membership it sent last.
+    """
 
     def __init__(self, roster: Roster, out: list[Effect]) -> None:
         """Start with the roster's epoch as known to all members; send nothing.

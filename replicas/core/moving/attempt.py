@@ -55,7 +55,7 @@ class Payload:
 
 
 class Attempt:
-    """One attempt.
+    """One attempt to move a version: a task for each member that takes part.
 
     :ivar number: part of each of its messages; replies to an earlier attempt are
         ignored.
@@ -144,7 +144,7 @@ class Attempt:
         return self.is_preparing or set(pulls) == {"offered"}
 
     def is_moving(self, now: float) -> bool:
-        """Return True if bytes move: a broadcast runs, or a pull made progress."""
+        """Return True if bytes move: a broadcast runs, or a pull moved within 5 s."""
         return self.stop_broadcast is not None or any(
             one.way == "pull" and now - one.moved_at < STILL_S for one in self.of("offered", "taking")
         )
@@ -201,8 +201,8 @@ class Attempt:
         """Queue an offer to a member that waited to map the version from another of its
         host.
 
-        :param member: gets a task. :param lender: the member whose slot has the version
-            now.
+        :param member: gets a task.
+        :param lender: the member whose slot has the version now.
         """
         self.offered_at = now
         self._offer(Task(member, "map", lenders=frozenset((lender,))), self._map_offer(lender, now))
@@ -322,7 +322,10 @@ class Attempt:
         return hoping
 
     def give_up(self, members: Iterable[Member]) -> None:
-        """End these members' tasks as failed, and queue a cancel of their offers."""
+        """End these members' open tasks as failed, and queue a cancel of their offers.
+
+        Tasks that have ended, as held or failed, stay as they are.
+        """
         tasks = [one for one in map(self.tasks.get, sorted(members)) if one is not None]
         self._cancel(one.member for one in tasks if one.state in ("offered", "taking"))
         for one in tasks:
@@ -333,7 +336,8 @@ class Attempt:
         """Queue the withdrawal of the attempt to all its members, and cancel its
         broadcast.
 
-        A second call does nothing.
+        The tasks keep their states, and the broadcast's ``on_end`` is not called. A
+        second call does nothing.
 
         :param reason: label, for metrics, of why the broadcast's process group is
             closed.
@@ -364,7 +368,8 @@ def _newest_base(roster: Roster, plan: TransferPlan, version: int) -> tuple[int,
     That is one older than ``version``, held by the first holder and a puller; (0, "")
     if there is none.
 
-    :param plan: names holders and pullers. :param version: the one to be moved.
+    :param plan: names holders and pullers.
+    :param version: the one to be moved.
     """
     first = roster.states(plan.servers[:1]) if plan.mode == "image" else []
     theirs = {item for state in roster.states(plan.pulls) for item in state.held.items()}

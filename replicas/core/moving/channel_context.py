@@ -45,7 +45,7 @@ cancels the broadcast, without calling ``on_end``; it takes a reason.
 
 @dataclass(frozen=True, slots=True)
 class ChannelContext:
-    """The shared parts of one channel.
+    """The objects that the state machines of one channel share: members, effects, ...
 
     :ivar past: the decisions of earlier coordinators; its ledger goes on here.
     :ivar out: the effects of the current event, in order.

@@ -38,10 +38,11 @@ class Doubt:
     def note_failed(self, why: str, now: float) -> None:
         """Record a failure: the thing is not to be used for a while from now on.
 
-        That time grows with each failure, until :meth:`note_worked`. Failures within
-        it restart it, but do not make it grow.
+        That time grows with each failure, until :meth:`note_worked`. Failures within it
+        restart it, but do not make it grow.
 
-        :param why: the failure, as text. :param now: when it happened.
+        :param why: the failure, as text.
+        :param now: when it happened.
         """
         self._count += not self.holds(now)
         self.why, self._until = why, now + self.lasts.after(self._count)
@@ -56,7 +57,7 @@ class Doubt:
 
 
 class Links:
-    """The links of one channel that have a known fault."""
+    """The links (pairs of addresses) of one channel that are avoided after a fault."""
 
     def __init__(self, roster: Roster) -> None:
         """Start without faults; the members' addresses are those of the roster."""
@@ -73,14 +74,20 @@ class Links:
         return doubt is None or not doubt.holds(now)
 
     def why(self, state: MemberState) -> str:
-        """Return why links of a member are in doubt, as text; "" if none is."""
+        """Return why links of a member are in doubt, as text; "" if none is.
+
+        Doubts that are over, but not cleared, count, too.
+        """
         found = [doubt.why for link, doubt in self._doubts.items() if state.address in link]
         return "; ".join(dict.fromkeys(found))
 
     def doubt(self, pairs: Pairs, why: str, now: float) -> None:
         """Avoid links for a while: no connection was made, or no byte moved, over them.
 
-        :param pairs: the two addresses of each link. :param why: the failure, as text.
+        The time grows with each doubt of a link, until :meth:`clear_doubt`.
+
+        :param pairs: the two addresses of each link.
+        :param why: the failure, as text.
         """
         for link in _links(pairs):
             self._doubts.setdefault(link, Doubt(DOUBT)).note_failed(why, now)

@@ -52,7 +52,7 @@ IMAGE = -1
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """One attempt.
+    """Which member gets a version from which, in one attempt.
 
     :param mode: ``"image"``: from a holder; ``"parts"``: from the ranks of a source.
     :param maps: the lender of each member that maps.
@@ -207,11 +207,12 @@ def _leaders(states: Sequence[MemberState]) -> tuple[MemberState, ...]:
 def _pulls(
     able: Sequence[MemberState], leaders: Sequence[MemberState], works: Works
 ) -> dict[Member, tuple[Member, ...]]:
-    """Return the members that each leader pulls from.
+    """Return the members that each leader pulls from, the first choice first.
 
     These are a few leaders before it in the chain, none of them slow, and then the
     preferred holders. The first leader with a long round trip pulls from holders alone,
     and later ones from no leader before that one, as only holders have deltas for them.
+    A leader that no holder reaches is left out.
 
     :param able: holders that can send, the preferred ones first.
     :param leaders: the members that pull, in the order of their chain.

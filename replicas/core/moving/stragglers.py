@@ -45,13 +45,13 @@ SLOW = Backoff(2.0, 300.0)
 
 
 class Stragglers:
-    """The stragglers of one transfer."""
+    """Finds members that are too slow or too far to be waited for in one transfer."""
 
     def __init__(self, roster: Roster, version: int, nbytes: int) -> None:
         """Start before the first pull has ended: no member is slow yet.
 
-        :param version: number of the version that is transferred. :param nbytes: its
-            size.
+        :param version: number of the version that is transferred.
+        :param nbytes: its size.
         """
         self._roster, self._version, self._nbytes = roster, version, nbytes
         self._first_at: float | None = None
@@ -84,7 +84,8 @@ class Stragglers:
     def slow(self, late: Sequence[Task], needers: Iterable[Member], began_at: float, now: float) -> dict[Member, str]:
         """Return members of hosts for which the others would have to wait too long.
 
-        Each comes with the reason as text. Nothing is changed (:meth:`mark_slow`).
+        Each comes with the reason as text. Return {} until a pull of the transfer has
+        ended. Nothing is changed (:meth:`mark_slow`).
 
         :param late: the pulls of the attempt that have not ended.
         :param needers: all members that still need the version.

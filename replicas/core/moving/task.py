@@ -36,13 +36,15 @@ OPEN: tuple[DeliveryState, ...] = ("due", "offered", "taking")
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One member's part in an attempt.
+    """The work of one member in an attempt to move a version, and how far it is.
 
     :ivar pulls: by part, the members that send it.
     :ivar lenders: members of its host whose memory it reads, until it is *taking*.
-    :ivar received: bytes so far. :ivar moved_at: when that grew.
-    :ivar told_at: time of the last report. :ivar rates: bytes a second before each of
-        the last two reports.
+    :ivar received: bytes so far.
+    :ivar moved_at: when that grew.
+    :ivar told_at: time of the last report.
+    :ivar rates: bytes a second before each of the last two reports.
+    :ivar reply: the member's report that all bytes have come; None before.
     :ivar judged: whether the offer named the digest, so that the carrier compares it.
     """
 
@@ -77,7 +79,7 @@ class Task:
 
     def note_received(self, received: int, now: float) -> None:
         """Record how many bytes the member has received in all, and the rate since its
-        report."""
+        last report."""
         self.rates = self.rates[1], max(0, received - self.received) / max(0.05, now - self.told_at)
         self.told_at = now
         if received > self.received:

@@ -26,7 +26,6 @@ when they have mapped it, and delay no other member. A member that cannot map at
 becomes a host of its own, and is sent the bytes. With ``staging = "device"`` members
 copy the memory they have opened into their own, as a view does not outlive the process
 that lent it: the copy is checked by its digest, and is one more holder's slot.
-
 Receivers that verified the version keep it, and may give it in the next attempt.
 
 If the channel sends by process group (``transport = "group"``, or slots on GPUs), the
@@ -68,7 +67,7 @@ _NO_ROOM = errors.NoCapacity | errors.Busy | errors.InternalError
 
 
 class Transfer:
-    """One transfer.
+    """The moving of one version to the members that need it, in attempts.
 
     :param on_end: called once as ``on_end(transfer, error, now)``; ``error`` is None if
         the transfer is complete.
@@ -93,10 +92,10 @@ class Transfer:
         avoid: Member | None = None,
         tries: int = PULL_TRIES,
     ) -> None:
-        """Send nothing before :meth:`start`. ``needers``: members to get the version of
-        ``payload``. ``kind``: of a publish (``main``) or a catch-up. ``deadline``: when
-        it should have ended. ``on_end``: as in the class. ``avoid``: the holder to
-        use last. ``tries``: failed pulls after which a member is left out."""
+        """Prepare a transfer, which :meth:`start` begins. ``needers``: members to get
+        the version. ``kind``: of a publish (``main``) or a catch-up. ``deadline``:
+        when it should have ended. ``on_end``: as in the class. ``avoid``: the holder
+        to use last. ``tries``: failed pulls after which a member is left out."""
         self._context, self._roster = context, context.roster
         self.payload = payload
         self.needers, self.asked = set(needers), frozenset(needers)
@@ -134,12 +133,13 @@ class Transfer:
 
     @property
     def awaited_members(self) -> set[Member]:
-        """Members not ready for a broadcast; without one, all that need the version."""
+        """Members that the transfer waits for: those not ready for its broadcast while
+        one is prepared; otherwise all that need the version."""
         return self.attempt.unready if self.attempt.is_preparing else set(self.needers)
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Targets in the roster that were left out, with the reasons."""
+        """Names of targets that were left out and lack the version, with reasons."""
         states = self._roster.states(self.asked & self.why.keys())
         left = [state for state in states if self.payload.version not in state.held and not state.draining]
         return {state.member.name: self.why[state.member] for state in left}
@@ -168,8 +168,8 @@ class Transfer:
     # ------------------------------------------------------------ attempts
 
     def start(self, now: float) -> None:
-        """Start an attempt over the members that still need the version: queue offers
-        to them and to their givers. End the transfer if no plan serves any of them."""
+        """Start an attempt in place of the last: queue offers to members that need the
+        version, and to givers. End the transfer if none of them can be served."""
         context, payload = self._context, self.payload
         self.needers = {one.member for one in self._roster.states(self.needers) if payload.version not in one.held}
         self._by_group = self._by_group and not context.group_doubt.holds(now)

@@ -55,7 +55,10 @@ class LaneProgress:
         return {(member, address) for member, (_, last) in self._reports.items() for address in last.held_up}
 
     def still_s(self) -> float:
-        """Return for how many seconds no byte has moved, by the last reports."""
+        """Return for how many seconds no byte has moved, by the last reports.
+
+        Return 0 if there is no report.
+        """
         return min((last.still_s for _, last in self._reports.values()), default=0.0)
 
 

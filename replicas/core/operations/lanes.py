@@ -85,7 +85,7 @@ class Lane:
 
 
 class Lanes:
-    """All lanes of a channel. Lane names are never used twice within a term."""
+    """All process groups (*lanes*) of a channel. Names are not reused within a term."""
 
     def __init__(
         self,
@@ -180,7 +180,8 @@ class Lanes:
         Return None if the lane is unknown, or if its store has failed: then another
         lane follows. If a non-member has written to the store, queue its replacement.
 
-        :param name: of the lane. :param error: what the member has reported.
+        :param name: of the lane.
+        :param error: what the member has reported.
         """
         lane = self._lanes.get(name)
         if lane is None or member not in lane.ranks:

@@ -54,7 +54,7 @@ _RESULT_HINT = "wait for its Pending again, which has the results, or resynchron
 
 
 class Matching:
-    """The posts of one channel of peers.
+    """The calls of operations (*posts*) of one channel's peers, until they match.
 
     :param reply: sends the error of a post that never started.
     :param running: returns True if the operation with this ref runs.
@@ -127,8 +127,8 @@ class Matching:
         return any(post.started or state.live for post in self._streams.get(state.member, ()))
 
     def post(self, state: MemberState, message: OperationPost, now: float) -> None:
-        """Add a member's call of an operation to those that wait, or refuse it. A
-        refusal is sent by ``reply``. :meth:`due` starts what matches."""
+        """Add a member's call of an operation to those that wait, for :meth:`due` to
+        match; or refuse it: send the member an error by ``reply``, and keep nothing."""
         member = state.member
         view = tuple(peer.member for peer in self.live(self.domain_of(member)))
         post = Post(member, self._complete_root(message, member), now, now + message.deadline_s, view)

@@ -86,8 +86,8 @@ class Operation:
     posted_at: float = field(init=False)
 
     def __post_init__(self) -> None:
-        """Take over the earliest deadline of the posts, which counts for all, and first
-        call."""
+        """Set ``deadline`` and ``posted_at`` to the earliest of the posts, which count
+        for all."""
         # the verdict is common: the earliest deadline counts for all
         self.deadline = min(post.deadline for post in self.posts)
         self.posted_at = min(post.posted_at for post in self.posts)
@@ -200,8 +200,8 @@ class Operation:
 
         :param kind: class of the error.
         :param members: names that it concerns; default: all participants.
-        :param phase: default: the present one. :param hint: what the caller can do
-            about it.
+        :param phase: default: the present one.
+        :param hint: what the caller can do about it.
         """
         return kind(
             f"{self.kind} {text}",
@@ -250,7 +250,8 @@ def missed(text: str, member: Member, phase: str = "wait", *, hint: str = RESYNC
     """Return (do not raise) the error of a member that missed what the others have
     done.
 
-    :param text: the whole message. :param phase: the member's phase at that time.
+    :param text: the whole message.
+    :param phase: the member's phase at that time.
     :param hint: what the member can do about it.
     """
     return errors.Gone(text, phase=phase, members=[member.name], hint=hint)

@@ -417,7 +417,7 @@ class Operations:
         self._close_idle_lanes()
 
     def _fail_stalled(self, operation: Operation, lane: Lane, now: float) -> None:
-        """Fail an operation whose bytes have stopped while all members are alive."""
+        """If no byte moves for an operation, close its lane, and retry or end it."""
         awaited = operation.awaited
         if not lane.progress.stands_still(awaited, now):
             return

@@ -227,7 +227,7 @@ class Commits:
                 state.parts.discard(publish.version)
 
     def advance(self, now: float) -> None:
-        """Start the next publish in the queue, and catch-up, if they can start."""
+        """Start what can start now: the next queued publish, a recommit, a catch-up."""
         for publish in [publish for publish in self.publishes.queue if publish.payload is None]:
             self._prepare(publish, now)
         for publish in [publish for publish in self.publishes.queue if publish.version <= self.latest]:
@@ -393,7 +393,7 @@ class Commits:
     # ------------------------------------------------------------ failures
 
     def fail(self, publish: Publish, error: errors.ReplicasError, now: float) -> None:
-        """Fail the publish for all its ranks, and have members discard its version."""
+        """Fail a publish, unless over, for all ranks; have its version discarded."""
         if publish.over:
             return
         error.channel = error.channel or self._context.config.name
@@ -446,7 +446,7 @@ class Commits:
             transfer.lost(member, now)
 
     def tick(self, now: float, *, recovering: bool) -> None:
-        """Check deadlines; ``recovering``: members of a former term may return."""
+        """End late publishes and transfers. ``recovering``: members may yet return."""
         for transfer in self.transfers:
             transfer.tick(now)
         for publish in self.publishes.without_verdict():

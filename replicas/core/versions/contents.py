@@ -17,7 +17,7 @@ from replicas.core.versions.load_rounds import Newest, Served
 
 
 class Contents:
-    """The contents of one channel whose payloads are known here."""
+    """The manifests and facts (*payloads*) that are known here of versions' bytes."""
 
     def __init__(self, context: ChannelContext) -> None:
         """Start without payloads; versions and labels are those of the ledger."""

@@ -83,7 +83,10 @@ def pieces(ask: ManifestAsk, manifest: bytes | None) -> list[ManifestPiece]:
 
 
 class Fetch:
-    """The fetch of one manifest. Times are seconds of a monotonic clock."""
+    """The fetch of one manifest from one member, a window of pieces after the other.
+
+    It sends nothing itself. Times are seconds of a monotonic clock.
+    """
 
     def __init__(self, manifest_hash: str) -> None:
         """Start without bytes; nothing is asked for before :meth:`ask`.
@@ -108,10 +111,11 @@ class Fetch:
     def add(self, piece: ManifestPiece, now: float) -> bytes | ManifestAsk | None:
         """Add a piece; return the whole manifest, or the next request to send.
 
-        Return None if more pieces of the window must come.
+        Return None if more pieces of the window must come. A piece that answers an
+        earlier request is ignored.
 
         :raises replicas.errors.ReplicasError: the other side does not have the
-            manifest, or it is too large or corrupt.
+            manifest, or it is too large or corrupt: the fetch is of no use then.
         """
         if not piece.data:
             raise Gone(f"manifest {self.manifest_hash} is no longer available", hint="")

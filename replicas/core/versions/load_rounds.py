@@ -47,7 +47,7 @@ from replicas.messages.identity import Member
 
 @dataclass(slots=True)
 class LoadRound:
-    """The present round of one target replica."""
+    """The present load of one version by all ranks of a target replica (a *round*)."""
 
     state: RoundState = "idle"
     version: int = 0
@@ -116,7 +116,7 @@ def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object
 
 
 class Served(NamedTuple):
-    """The newest versions that targets may load: the ``canary`` the candidate."""
+    """The newest versions that targets may load; those in ``canary``: the candidate."""
 
     current: Newest
     candidate: Newest = Newest(0)
@@ -198,7 +198,8 @@ class LoadRounds:
         return self._content(version) in state.held
 
     def loaded_by_all(self) -> int:
-        """Return the oldest version that any target rank serves; 0 if there is none."""
+        """Return the oldest version that any target rank serves; 0 if a rank serves
+        none, or there is no rank."""
         return min(self._loaded, default=0)
 
     def _count(self, state: MemberState, change: int) -> None:
@@ -228,7 +229,7 @@ class LoadRounds:
         return found is not None and found.after < version
 
     def ask(self, member: Member, ask: ReceiveAsk) -> None:
-        """Take a rank's request (*ask*) for a version.
+        """Take a rank's request (*ask*) for a version, in place of its earlier one.
 
         It is answered by :meth:`advance`. By it the rank gives back a version that it
         was granted and has not loaded.

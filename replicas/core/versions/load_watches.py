@@ -13,7 +13,10 @@ from replicas.messages.identity import Member
 
 
 class LoadWatches:
-    """The watches of one channel; each member has one at most."""
+    """Members' requests to be told when all targets have loaded a version (*watches*).
+
+    Each member has one at most.
+    """
 
     def __init__(
         self, roster: Roster, rounds: LoadRounds, adoption: Lockstep, ledger: Ledger, out: list[Effect]

@@ -103,7 +103,10 @@ class Lockstep:
         return member in self._said
 
     def is_behind(self, group: str, replica: int) -> bool:
-        """Return True if the replica serves an older version than the others do."""
+        """Return True if the replica serves an older version than the others do.
+
+        Return False if it was told to load theirs, and has yet to do so.
+        """
         loaded = self._rounds.of(group, replica).loaded
         return 0 < loaded < self.served > self._told.get((group, replica), 0)
 

@@ -161,7 +161,7 @@ def read(effect: Read) -> Joined:
 
 
 class Manifests:
-    """The manifests of one channel.
+    """The manifests of one channel's publishes: fetched from members, joined, cached.
 
     :ivar current: manifest of the channel's newest commit.
     """
@@ -169,8 +169,8 @@ class Manifests:
     def __init__(self, channel: str, out: list[Effect]) -> None:
         """Start without manifests.
 
-        :param channel: its name. :param out: the channel's effects, to which requests
-            for manifests are added.
+        :param channel: its name.
+        :param out: the channel's effects, to which requests for manifests are added.
         """
         self._channel = channel
         self._out = out
@@ -229,11 +229,12 @@ class Manifests:
     def joined(self, key: str, encoded: Sequence[bytes], *, whole: bool = False) -> Joined | None:
         """Return the manifest joined from ``encoded``, or None until it is.
 
-        The first call emits a Read effect for it.
+        The first call emits a Read effect for it; :meth:`read` stores the result.
 
         :param key: identifies the result.
         :param whole: ``encoded`` has one manifest, already complete.
-        :raises ManifestMismatch: they cannot be joined.
+        :raises ManifestMismatch: they cannot be joined. It is raised once; the next
+            call emits Read again.
         """
         if key in self._failed:
             raise self._failed.pop(key)  # once: another publish may be read again
@@ -261,6 +262,7 @@ class Manifests:
 
         :raises errors.ManifestMismatch: the parts do not fit each other, or the
             channel's manifest.
+        :raises errors.InternalError: none of its ranks has packed bytes.
         """
         carriers = publish.carriers
         if not carriers:

@@ -48,7 +48,7 @@ TOO_FEW = "start or wait for more target replicas, or lower min_targets"
 
 @dataclass(slots=True, eq=False)
 class Publish:
-    """One publish."""
+    """One publish: a version that the ranks of a source replica publish together."""
 
     group: str
     replica: int
@@ -289,7 +289,9 @@ class Publishes:
     def begin_publish(self, member: Member, message: PublishBegin, now: float) -> Publish:
         """Begin a publish of a rank, or join the one that another rank has begun.
 
-        The first rank fixes the version's number.
+        The first rank fixes the version's number. After an error the rank has not
+        joined, and a publish of others stays as it was; the rank's count of publishes
+        includes it.
 
         :raises errors.StaleVersion: its number is not newer than those before.
         :raises errors.RanksDisagree: ranks ask for other versions, or are at other

@@ -39,7 +39,7 @@ class Recommit:
 
 
 class Recommits:
-    """The recommit of one channel, if one is under way.
+    """Commits the bytes of an older version again, under a new number; one at a time.
 
     :param commit: commits it; returns False while the manifest is not known here.
     """
@@ -81,7 +81,8 @@ class Recommits:
     def advance(self) -> None:
         """Commit the waiting version when all publishes with lower numbers have ended.
 
-        Give it up if no member holds its content now. Call ``on_end`` then.
+        Give it up if no member holds its content now. In both cases call ``on_end``.
+        Otherwise it keeps waiting.
         """
         one = self.waiting
         if one is None or any(publish.version < one.number for publish in self._publishes.without_verdict()):

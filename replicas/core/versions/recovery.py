@@ -96,6 +96,8 @@ class Recovery:
     def __init__(self, context: ChannelContext, commits: Commits, pairing: Matching) -> None:
         """Begin the window for returning members if the log has a commit.
 
+        In the window (3 to 6 s) nothing is admitted, moved or granted.
+
         :param pairing: the matching of operations.
         """
         self._context, self._roster, self._commits, self._pairing = context, context.roster, commits, pairing
@@ -150,7 +152,10 @@ class Recovery:
 
     @property
     def _all_back(self) -> bool:
-        """True if all expected members have reported, and can be admitted."""
+        """True if all expected members have reported, and can be admitted.
+
+        False if it is not known which members the earlier coordinator had.
+        """
         # an observer has no known host
         known = all(state.resumed and (state.host or state.observes) for state in self._roster)
         return self._told and not self._awaited and known

@@ -218,7 +218,8 @@ class Serving:
     def report(self, what: What, version: int, *, name: str = "", value: float = 0.0, why: str = "") -> None:
         """Emit the event of a decision about a version.
 
-        :param what: the kind of the decision. :param why: the reason, as text.
+        :param what: the kind of the decision.
+        :param why: the reason, as text.
         :param name: of the lease, label or score that the decision is about, if any.
         :param value: its seconds, its version, or the score, as in the event.
         """

@@ -56,8 +56,8 @@ class Steering:
     def __init__(self, context: ChannelContext, serving: Serving, recommits: Recommits) -> None:
         """Start without orders.
 
-        :param serving: carries out promotions and rejections. :param recommits: give
-            older content a new number, for rollbacks.
+        :param serving: carries out promotions and rejections.
+        :param recommits: give older content a new number, for rollbacks.
         """
         self._context, self._serving, self._recommits = context, serving, recommits
         self._ledger, self._name = context.ledger, context.config.name
@@ -301,7 +301,8 @@ class Steering:
         A content is named by the version with which its bytes were published. The
         labels ``candidate`` and ``previous``, which move on their own, are left out.
 
-        :param ledger: the labels and leases. :param without: a label to ignore.
+        :param ledger: the labels and leases.
+        :param without: a label to ignore.
         """
         fixed = {ledger.content(version): label for label, version in ledger.labels.items()
                  if label not in (without, *OWN_LABELS[1:])}  # fmt: skip

@@ -22,7 +22,7 @@ def number_in(meta: Mapping[str, object] | None, key: str) -> int | float | None
 
 
 class Steps:
-    """Watches the steps of one channel's committed versions.
+    """Watches the training steps of one channel's versions, to report a fall once.
 
     :ivar reached: the highest step so far, since a resume, or since steps last passed
         it.

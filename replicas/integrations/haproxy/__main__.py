@@ -15,7 +15,7 @@ from replicas.integrations.router import command_line, keep_in_step, stop_by_sig
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start haproxy as a child, and keep it in step with a channel until SIGTERM or
-    SIGINT or its end; end it, and return the exit code.
+    SIGINT or its end. Then end it, and return 0, or 1 after an error.
 
     :param arguments: of the command line; default: those of this process.
     """

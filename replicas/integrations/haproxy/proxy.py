@@ -33,8 +33,8 @@ _PROMPT = b"\n> "
 
 
 class Haproxy:
-    """A child process ``haproxy``, kept in step with :class:`Routes`. A context
-    manager: it ends with it.
+    """A child process ``haproxy`` that leads requests to servers by :class:`Routes`. It
+    runs while this context manager is entered.
 
     :param host: and :param port: where it listens; 0: any free port.
     :ivar url: where it listens.

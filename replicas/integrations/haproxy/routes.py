@@ -21,7 +21,8 @@ class Server(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Servers, labels and the candidate of a channel.
+    """The servers of a channel with the versions that they serve, and its labels,
+    current version and candidate: by these HAProxy leads requests.
 
     :ivar labels: the version of each label.
     :ivar current: the version that targets load; a newer one is a candidate.

@@ -40,7 +40,7 @@ LAYER = re.compile(r"\blayers\.\d+\.")
 
 
 class LmdeployEngine(HttpEngine):
-    """A server of ``lmdeploy serve api_server`` on this machine.
+    """Controls a server of ``lmdeploy serve api_server`` on this machine.
 
     :param model: path or name of the model, with whose files versions are compared;
         default: the first version that was loaded.
@@ -101,7 +101,8 @@ class LmdeployEngine(HttpEngine):
 
     def load(self, update: Update, timeout_s: float) -> None:
         """Have the server read the memory of the version ``update``, and wait: one
-        request for each layer, as some engines of LMDeploy require.
+        request for each layer, as some engines of LMDeploy require. An error may leave
+        the server with a part of the version.
 
         :param timeout_s: seconds for which the server may be idle in each request.
         """

@@ -119,17 +119,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _follow(options: argparse.Namespace) -> None:
-    """Follow the server at ``options.url`` until stopped."""
+    """Load the channel's versions into the server at ``options.url``; block until
+    SIGTERM or SIGINT."""
     how = follow_options(options)
     del how["mode"], how["verify_load"]  # LMDeploy has one of each
     follow(options.url, options.channel, api_key=options.api_key, stop=stopped_by_signals(), **how)
 
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Start LMDeploy behind the gate as a child, and follow the channel until stopped;
-    then end it.
+    """Start LMDeploy behind the gate as a child, and load the channel's versions into
+    it; block until SIGTERM or SIGINT, then end it.
 
-    :param rest: options for LMDeploy's own command.
+    :param options: our own options. :param rest: options for LMDeploy's own command.
     """
     refuse_options(rest, REFUSED)
     stop, gate = stopped_by_signals(), GatePage.create()

@@ -61,7 +61,7 @@ NOT_FOLLOWED: Mapping[str, tuple[Any, str]] = {
 
 
 class SglangEngine(HttpEngine):
-    """A SGLang server on this machine.
+    """Controls a SGLang server on this machine, over HTTP.
 
     :param complete: False: versions may lack parameters of the model.
     :param encodes_anew: whether the server caches no outputs of encoders (images,

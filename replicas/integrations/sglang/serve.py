@@ -131,7 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _follow(options: argparse.Namespace) -> None:
-    """Follow the server at ``options.url`` until stopped."""
+    """Load the channel's versions into the server at ``options.url``; block until
+    SIGTERM or SIGINT."""
     how = follow_options(options)
     follow(options.url, options.channel, api_key=options.api_key, stop=stopped_by_signals(), **how)
 

@@ -178,8 +178,8 @@ class ModelSpecs:
 
 
 class ModelFolder(ModelSpecs):
-    """The folder that one server loads; its weights are those of the last shown
-    version. :meth:`close` removes it.
+    """The folder that one server loads; its weights are those of the version that was
+    linked last. :meth:`close` removes it.
 
     :param parent: folder in which it is made; default: the temporary folder.
     """
@@ -249,8 +249,8 @@ def read_tensor(
     server's processes call this function by its name.
 
     :param path: path of the memory.
-    :param offset: offset of the tensor in the memory, and :param nbytes: its size, both
-        in bytes.
+    :param offset: offset of the tensor in the memory, in bytes.
+    :param nbytes: size of the tensor, in bytes.
     :param dtype: torch's name of the dtype, without ``torch.``.
     :param _: not used; it makes ``device`` the seventh argument.
     :param device: None in the follower's request; each process of the server replaces

@@ -132,7 +132,8 @@ def _current_index(worker: Metadata) -> int | None:
 
 
 class Refit:
-    """One worker's side of all syncs, with the methods of verl's ``CheckpointEngine``.
+    """One worker's side of all syncs, which move weights from trainers to rollouts over
+    a channel; it has the methods of verl's ``CheckpointEngine``.
 
     :param channel: name of the channel.
     :param ranks: ``"leader"``: trainer 0 publishes; ``"all"``: each trainer publishes

@@ -201,12 +201,14 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive the version on this rank, unless it is open here already, and load it
-        into the model, layer by layer.
+        into the model, layer by layer. The version stays open here, also after an error
+        in the load, which leaves the model a mixture of two versions.
 
         :param update_info: which version. With ``check`` only check that it fits; with
             ``prove`` only compare the loaded model with it.
         :raises replicas.errors.ReplicasError: it is not the version that the channel
-            gives to this replica, or it does not fit (then the model is as before).
+            gives to this replica, or it does not fit: then no version is open, and the
+            model is as before.
         """
         began = time.monotonic()
         update = self._open_update(update_info)
@@ -310,7 +312,7 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         """Set NaN and infinities left in the caches of keys and values to zero. Then
         report the open version to the channel as loaded, and end the update: its memory
-        may be reused."""
+        may be reused. Raise UsageError if nothing was loaded."""
         if not self._load_begun:
             raise errors.UsageError("no version was loaded", hint="call update_weights first")
         self._clear_memory()

@@ -73,7 +73,8 @@ class _CopyComparer(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 
 class EnginePatches:
-    """Patches one model, whose parameters are on ``device``.
+    """Writes the changes of versions in place into one model, whose parameters are on
+    ``device``.
 
     :ivar held_version: the version that the model holds as a whole, or 0.
     """
@@ -208,8 +209,8 @@ def _with_nan_elsewhere(shape: tuple[int, ...], values: torch.Tensor, positions:
 
 
 def _find_derived_tensor(model: torch.nn.Module) -> str:
-    """Return the name of a tensor that a layer has derived from its weights, or an
-    empty text."""
+    """Return the name of a tensor that a layer has derived from its weights, or of a
+    layer of latent attention, which does so; an empty text if there is none."""
     for path, layer in model.named_modules():
         if "MLA" in type(layer).__name__:
             return str(path)

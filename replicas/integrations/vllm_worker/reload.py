@@ -137,7 +137,7 @@ class _Misfit(Exception):
 
 
 class EngineReload:
-    """Loads versions into one model.
+    """Loads versions into the model of one vLLM worker, by vLLM's layerwise reload.
 
     :ivar complete: False: versions may lack parameters of the model.
     :ivar has_all: whether this worker has all layers and experts.

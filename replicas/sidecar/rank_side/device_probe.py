@@ -76,7 +76,7 @@ def _refusal(uuid: str, reason: str, hint: str) -> Preflight:
 
 
 def _written(uuid: str, nonce: bytes) -> Buffer:
-    """Return a new buffer on the GPU, with the nonce in it."""
+    """Return a new buffer on the GPU, with the nonce in it; the caller closes it."""
     gpu = device_of(uuid)
     buffer = Buffer.allocate(len(nonce), "replicas-probe", device=uuid)
     try:

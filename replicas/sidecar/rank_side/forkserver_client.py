@@ -62,7 +62,7 @@ class Unusable(HelperDied):
 
 
 class Forkserver:
-    """Connection to a forkserver; its sidecars end with the connection."""
+    """A rank's connection to a forkserver; its sidecars end with the connection."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Take over ``sock``, and read answers from it on the running loop."""
@@ -144,9 +144,8 @@ class Forkserver:
     def prefork(self) -> None:
         """Start a task that forks a spare sidecar for the next :meth:`fork`.
 
-        Do not wait.
-
-        Do nothing if there is a usable spare, or one is being forked.
+        Do not wait. Do nothing if there is a usable spare, or one is being forked. A
+        failure is logged; the next call tries again.
         """
         forked = result_of(self._spare)
         if self._spare is None or (self._spare.done() and (forked is None or not forked.usable)):
@@ -188,9 +187,7 @@ class Forkserver:
     async def _ask(
         self, request: wire.ForkserverRequest, fds: list[int], timeout_s: float
     ) -> tuple[wire.ForkserverReply, list[int]]:
-        """Send a request with the descriptors ``fds``, and close these.
-
-        Wait for the answer.
+        """Send a request with the descriptors ``fds``, and close these; then wait.
 
         :returns: the reply, and descriptors that came with it, which the caller owns.
         :raises SidecarDied: the connection has ended, or was closed because no answer

@@ -92,6 +92,7 @@ class Sidecar(HelperProcess):
     async def probe(self, buffer: Buffer, timeout_s: float) -> bytes:
         """Have the sidecar open a small buffer; return all bytes that it reads there.
 
+        :param timeout_s: limit in seconds.
         :raises SidecarFailed: it cannot open the buffer.
         :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after the timeout.
         """
@@ -101,10 +102,12 @@ class Sidecar(HelperProcess):
     async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> None:
         """Have the sidecar run one operation of its process group; wait for its end.
 
+        After an error the sidecar may write to ``outputs`` until its process has ended.
+
         :param spec: the operation, with its timeout.
-        :param inputs: memory that it reads; None without any. Sent once, then
-            remembered.
-        :param outputs: memory that it writes; None without any.
+        :param inputs: memory that it reads; None without any.
+        :param outputs: memory that it writes; None without any. Both are sent to the
+            sidecar once, and then known to it by a key.
         :raises SidecarFailed: a peer failed, or the arguments do not fit.
         :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after the timeout.
         """

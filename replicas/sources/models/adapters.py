@@ -67,7 +67,9 @@ def find_peft_model(model: nn.Module) -> Any:
 
 
 class Merging:
-    """A model of PEFT, as its ``merge_and_unload()`` would return it.
+    """Merges the adapters of a PEFT model layer by layer, in copies of the layers.
+
+    The tensors are those of the model that ``merge_and_unload()`` would return.
 
     :ivar base: the model without adapters, not merged, for its names and ties.
     :ivar origins: for the name of each tensor of ``base`` that a merge changes: the
@@ -175,7 +177,8 @@ class Merging:
         return parts, [list(getattr(one, "active_adapters", ())) for one in layers]
 
     def tensors(self, group: tuple[str, ...]) -> list[torch.Tensor]:
-        """Return the tensors, each once, that a merge of this group of layers reads."""
+        """Return the model's own tensors, each once, that :meth:`merge` of this group
+        of layers reads: base weights and adapters, maybe shards."""
         found = [tensor for path in group for tensor in self._layers[path].parameters()]
         return list({id(tensor): tensor for tensor in found}.values())
 

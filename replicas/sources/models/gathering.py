@@ -21,7 +21,10 @@ __all__ = ["WholeTensors"]
 
 
 class WholeTensors:
-    """Context manager: the whole tensors of a plan, gathered on demand and released."""
+    """Context manager: makes a checkpoint's tensors by its plan, one after the other.
+
+    It gathers the tensors in memory on demand, and releases them.
+    """
 
     def __init__(self, plan: Plan) -> None:
         """Begin with nothing gathered; count the rows that need each tensor in memory.
@@ -38,7 +41,7 @@ class WholeTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release all tensors that are still gathered."""
+        """Release all tensors that are still gathered, also after an error."""
         with contextlib.ExitStack() as all_of_them:
             for stack, _tensors in self._open.values():
                 all_of_them.push(stack)
@@ -83,7 +86,8 @@ class WholeTensors:
         return name if unit is None else id(unit.module)
 
     def _is_merged(self, name: str) -> bool:
-        """Return True if the merge of an adapter changes the tensor."""
+        """Return True if the merge of an adapter changes the tensor in memory called
+        ``name``."""
         return self._plan.merging is not None and name in self._plan.merging.origins
 
     def _unit(self, name: str) -> Unit | None:

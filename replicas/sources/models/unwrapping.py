@@ -180,7 +180,7 @@ def memory_of(tensor: torch.Tensor) -> object:
 
 
 def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace the parameter of a dotted ``name`` below ``module``."""
+    """Set the parameter of a dotted ``name`` below ``module``, in place."""
     path, _, last = name.rpartition(".")
     module.get_submodule(path)._parameters[last] = parameter
 

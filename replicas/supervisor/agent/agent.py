@@ -92,7 +92,7 @@ class _Refused(Exception):
 
 
 class Agent:
-    """One node of a run, from :meth:`run`'s start to its exit code."""
+    """The agent of one node: joins a run, and starts, watches and ends its shims."""
 
     def __init__(
         self,
@@ -153,7 +153,10 @@ class Agent:
         self._stop = asyncio.Event()
 
     def leave(self, reason: str) -> None:
-        """Ask the supervisor to move the replicas; a second call ends the agent."""
+        """Ask the supervisor to move the replicas away; a second call ends the agent.
+
+        Without a supervisor, the first call ends it. ``reason``: in words, for people.
+        """
         if self._tenancy.state != "serving":
             self._end(reason)
             return
@@ -189,9 +192,9 @@ class Agent:
             self._stop.set()
 
     async def _end_everything(self) -> None:
-        """End all processes of this node and its forkservers; wait until none is left.
+        """End all processes of the run here, and forkservers; wait until none is left.
 
-        SIGTERM first, SIGKILL 2 s later; shims that are then still there are killed.
+        SIGTERM first, SIGKILL 2 s later; after 3 s all shims that are left are killed.
         """
         self._shims.stop_all(_GRACE_S)
         with say_if_slow(log.warning, f"node {self.node}: waiting up to {_KILL_S:g} s for its replicas to end"):
@@ -409,7 +412,7 @@ class Agent:
                 await link.send(wire.encode(message))
 
     def _send(self, message: wire.AgentMessage) -> None:
-        """Queue a message for :meth:`_write`, to the supervisor. Never waits."""
+        """Queue a message to the supervisor. Never waits; the next join drops it."""
         self._outbox.append(message)
         self._news.set()
 

@@ -32,7 +32,7 @@ _SAY_INTERVAL_S = 60.0
 
 
 class AgentFolder(LockedFolder):
-    """The state folder, from :meth:`acquire` to :meth:`release`."""
+    """The locked state folder of an agent on another machine than the supervisor's."""
 
     patience_s = 300.0
     elsewhere = "name another one with --state-dir"
@@ -44,7 +44,7 @@ class AgentFolder(LockedFolder):
         self._said_at = -math.inf
 
     def acquire(self) -> str:
-        """Lock the folder, end a dead agent's processes, and return the folder's id.
+        """Lock the folder, kill a dead agent's processes, and return the folder's id.
 
         Make the folder if needed. Blocks up to about 15 s; longer while shims of a dead
         agent do not die.

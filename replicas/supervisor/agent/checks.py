@@ -40,7 +40,7 @@ _PROCESSES_EACH = 16
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Result of a check.
+    """Result of one check of a machine by ``replicas doctor``.
 
     :ivar about: name of the check.
     :ivar remedy: for a problem or a note.

@@ -47,7 +47,10 @@ class _Reader:
 
 
 class NodeLogReaders:
-    """The readers of one node's logs, by number. A finished reader closes its files."""
+    """The open readers of one node's logs, by the number that the supervisor chose.
+
+    A finished reader closes its files.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Begin without readers.
@@ -60,9 +63,10 @@ class NodeLogReaders:
     async def answer(self, query: LogQuery) -> LogReply:
         """Return the lines that a reader has not had yet, as JSON Lines, or an error.
 
-        The first query of a reader opens the files; files are read in a thread. A query
-        without a selection says that the reader is done: it gets its last lines, over
-        one or more queries, and is forgotten when none are left.
+        Never raises for logs that cannot be read. The first query of a reader opens the
+        files; files are read in a thread. A query without a selection says that the
+        reader is done: it gets its last lines, over one or more queries, and is
+        forgotten when none are left.
         """
         reader = self._readers.get(query.number)
         if reader is None and query.selection is None:

@@ -25,7 +25,9 @@ _CLEAN_AGAIN_S = 1.0
 
 
 class LongOrders:
-    """Carries out orders in ``tasks``, which the owner cancels.
+    """Carries out an agent's slow orders (kill leftovers, read logs, examine) as tasks.
+
+    The owner cancels ``tasks``.
 
     :param tell: sends a message to the supervisor.
     :param state_dir: folder of the node's logs.
@@ -34,8 +36,8 @@ class LongOrders:
     def __init__(self, shims: Shims, state_dir: Path, tell: Callable[[wire.AgentMessage], None]) -> None:
         """Keep the arguments; start no task yet.
 
-        :param shims: the shims of this node. :param state_dir: folder of the node's
-            logs.
+        :param shims: the shims of this node.
+        :param state_dir: folder of the node's logs.
         :param tell: sends a message to the supervisor, without waiting.
         """
         self._shims, self._state_dir, self._tell = shims, state_dir, tell

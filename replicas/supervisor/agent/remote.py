@@ -70,7 +70,8 @@ async def _dial(to: Invitation) -> tuple[SupervisorLink, str]:
 async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: AgentFolder, address: str) -> int:
     """Lock the folder, and run an agent until its end. Return its exit code.
 
-    Makes SIGTERM, SIGINT and SIGHUP let the node leave in order.
+    The caller releases the folder. SIGTERM, SIGINT and SIGHUP let the node leave in
+    order.
 
     :param to: address and token of the supervisor.
     :param name: of the node.

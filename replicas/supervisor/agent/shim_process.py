@@ -143,6 +143,8 @@ class ShimProcess:
     def stop(self, timeout_s: float, *, stacks: bool = False, broken: str = "") -> None:
         """Order SIGTERM now, SIGKILL after ``timeout_s``; later calls can shorten that.
 
+        Does not wait for the shim.
+
         :param stacks: first save all stacks to their logs, which takes up to 3 s.
         :param broken: why the part cannot run on; empty if the stop was ordered.
         """

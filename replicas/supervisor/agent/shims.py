@@ -194,9 +194,10 @@ class Shims:
     # ------------------------------------------------------------ watching
 
     def check_shims(self, now: float, lease_until: float | None) -> None:
-        """Ping the shims, so that they live until ``lease_until``; never wait.
+        """Ping the shims, so that they live until ``lease_until``. Never wait.
 
-        To be called every second. Both times are of the machine's monotonic clock.
+        Also note in their states for how long they have not answered. To be called
+        every second. Both times are of the machine's monotonic clock.
 
         :param lease_until: when they end without another ping; None for no lease.
         """
@@ -206,7 +207,10 @@ class Shims:
         self.changed()
 
     def stop_all(self, timeout_s: float) -> None:
-        """Send SIGTERM to all processes now, and SIGKILL after ``timeout_s``."""
+        """Order SIGTERM for all processes now, and SIGKILL after ``timeout_s``.
+
+        Does not wait; :attr:`empty` is set when none is left.
+        """
         for shim in self._living():
             shim.stop(timeout_s)
 

@@ -11,7 +11,7 @@ log = Log("replicas.agent")
 
 
 class TokenFile:
-    """The token of a node, kept at this path (mode 0600).
+    """The file in which the ranks of a node read the run's token (mode 0600).
 
     An error of the disk does not end the agent: two tokens are valid at a time, so the
     old one in the file works for a while. Writing is tried again each second.

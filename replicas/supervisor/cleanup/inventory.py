@@ -20,7 +20,7 @@ _MAX_PROCESSES = 512
 def take_inventory(pids: Iterable[int]) -> Inventory:
     """Return pid and start time of each living process, and whether any uses a GPU.
 
-    :param pids: the processes to look at.
+    :param pids: the processes to look at. The result has the first 512 that live.
     """
     gpu = False
     processes: list[tuple[int, int]] = []

@@ -58,7 +58,7 @@ class StartObstacles:
     def report_remains(self, remains: Remains | None, *, gave_up: bool = False) -> bool:
         """Emit an event for each new process that SIGKILL has not ended.
 
-        Keep them for :attr:`text`, too.
+        Keep them for :attr:`text`, in place of those of the previous call.
 
         :param remains: the processes, with the time of the first SIGKILL; None for
             none.
@@ -78,8 +78,8 @@ class StartObstacles:
     async def wait_until_clear(self, old: Sequence[Inventory], pause: Callable[[float], Awaitable[bool]]) -> None:
         """Wait until the previous generation's processes hold no GPU memory.
 
-        Give up after :data:`CLEAR_S`. Emit an event for each holder, and a second one
-        for each that still has memory when the wait is given up.
+        Give up after 10 s (:data:`CLEAR_S`). Emit an event for each holder, and a
+        second one for each that still has memory when the wait is given up.
 
         :param old: the last known processes of that generation (the replica's last
             start).
@@ -113,7 +113,8 @@ def _named(pid: int, command: str) -> str:
 def gpu_memory(pids: Collection[int]) -> set[Held]:
     """Return amounts and holders of GPU memory still booked to these processes.
 
-    Asks nvidia-smi; blocks up to 5 s. An empty set if that is missing or fails.
+    Asks nvidia-smi; blocks up to 5 s. An empty set if that is missing or fails; if it
+    does not answer in time, the driver is named as the holder.
     """
     try:
         users = gpu_processes(_SMI_TIMEOUT_S)

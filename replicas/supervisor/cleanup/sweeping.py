@@ -46,7 +46,10 @@ Finder = Callable[[], Mapping[int, int]]
 
 
 class TrackerGrace:
-    """Spares Python's resource trackers for a moment."""
+    """Decides how long a kill of many processes spares Python's resource trackers.
+
+    These unlink the named shared memory of the dead.
+    """
 
     def __init__(self) -> None:
         """Begin without a time limit; the first call of :meth:`spared` sets it."""
@@ -100,7 +103,8 @@ class Sweep:
 
         Blocks. May be called again to continue.
 
-        :return: the pids of the processes that are left.
+        :return: the pids of the processes that are left; :data:`UNSEEN` (0) among them
+            stands for some that this user cannot see.
         """
         deadline = time.monotonic() + timeout_s
         quiet = 0
@@ -162,6 +166,8 @@ def by_mark(nonces: Iterable[str]) -> Finder:
 
 def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None:
     """SIGKILL the processes ``pids`` of a control group, except the spared ones.
+
+    If none of them is spared, kill all processes of the group.
 
     :param group: folder of the control group.
     """

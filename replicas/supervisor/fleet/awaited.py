@@ -31,7 +31,7 @@ _UNKNOWN = "unknown nodes"
 
 
 class PredecessorWaits:
-    """Leases of agents, and strangers (shims of no replica), for which replicas wait.
+    """Leases of agents, and shims of no replica (strangers), for which starts wait.
 
     A lease says how long an agent may run without a supervisor. It is *unseen* while no
     agent has reported which shims run under it.
@@ -127,7 +127,7 @@ class PredecessorWaits:
         return bool(over) and not self._unseen
 
     def left(self, nodes: Collection[str]) -> tuple[Lease, ...]:
-        """Return the leases to leave on disk at the end of the run.
+        """Return the leases to leave on disk at the end of the run; change nothing.
 
         Those of ``nodes``, which have processes left, and the unseen ones; all are
         marked as unseen, so that the next supervisor waits for them.
@@ -160,7 +160,7 @@ class PredecessorWaits:
     def strangers_on(self, node: str) -> bool:
         """Return True if the node has a living shim that belongs to no replica.
 
-        No replica is placed on such a node.
+        The caller places no replica on such a node.
         """
         self._forget_gone()
         return any(handle.node == node for _, handle in self._strangers.values())
@@ -189,7 +189,8 @@ class PredecessorWaits:
     def blocks(self, group: str, replica: int, now: float) -> Reason | None:
         """Return what this replica's start waits for, or None.
 
-        It is the text after "waits", such as ``12 s for the lease of node gpu2``.
+        It is the text after "waits", such as ``up to 12 s for old processes on node
+        gpu2 to end``.
         """
         if self._unseen:
             return f"up to {max(0.0, max(self._unseen.values()) - now):.0f} s for {words(self.nodes())} to end"
@@ -201,9 +202,9 @@ class PredecessorWaits:
 
 
 def words(nodes: Sequence[str]) -> str:
-    """Name the leases of these nodes for a text: ``the leases of nodes a, b``.
+    """Return words for what may run on these nodes: ``old processes on nodes a, b``.
 
-    An empty node name means "unknown".
+    An empty node name means an unknown node.
     """
     known = [one for one in nodes if one]
     if not known:

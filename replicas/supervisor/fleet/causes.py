@@ -38,7 +38,7 @@ _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @dataclass
 class Health:
-    """The health of one generation.
+    """The health of one generation, as observed: ready, silent, with lost ranks.
 
     :ivar view: the coordinator's last view of it.
     :ivar left: a rank left in order after it was ready; it is not expected back.
@@ -96,7 +96,7 @@ class Health:
         return ready_by if self.was_ready else now - life.starting_s(now) + config.start_timeout_s
 
     def judge(self, config: HealthConfig, *, ready: bool, starting_s: float, now: float) -> Cause | None:
-        """Return why the generation must be ended for its health, or None.
+        """Return why the generation must be ended for its health, or None; end nothing.
 
         Reasons are faults in :attr:`view`, and timeouts of the start, of heartbeats, of
         progress and of loading.
@@ -238,9 +238,10 @@ class WaitReports:
         self._since: dict[tuple[str, str], float] = {}
 
     def due(self, waits: Mapping[str, str], now: float) -> list[str]:
-        """Return a line for each wait that has become long, once for each wait.
+        """Return a line for each wait that has become long; later calls leave it out.
 
-        Long is more than :data:`WAIT_S`; a wait ends when its reason changes.
+        Long is more than :data:`WAIT_S`; a wait ends when its reason changes. Lines of
+        waits with the same reason are merged.
 
         :param waits: the present waits by name: the text after "waits", "" for none.
         :param now: seconds of any steady clock.
@@ -254,7 +255,7 @@ class WaitReports:
 
 
 class FailureReports:
-    """Reports of failures; of lost lines once for each replica, place and reason."""
+    """Texts for people about failed ranks and lost log lines, each loss once."""
 
     def __init__(self) -> None:
         """Begin with no loss reported."""
@@ -263,7 +264,8 @@ class FailureReports:
     def text(self, event: Event) -> str:
         """Return lines to print for an event, or "" if it needs none.
 
-        Remembers reported losses of log lines, which are not repeated.
+        Remembers each loss of log lines by replica, place and reason: "" for its next
+        one.
         """
         match event:
             case ReplicaExited(outcome="failed"):

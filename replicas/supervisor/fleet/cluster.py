@@ -50,9 +50,9 @@ Reply = TypeVar("Reply", wire.LogReply, wire.Examined)
 def lease_of(config: Config, *, local: bool = False) -> float:
     """Return for how many seconds a node's processes may outlive the supervisor.
 
-    After that time a silent node is lost, unless it is the supervisor's own machine
-    (``local``). An agent cannot distinguish a dead supervisor from a broken link, so it
-    is at least the time of adoption.
+    At least the time of adoption, as an agent cannot distinguish a dead supervisor from
+    a broken link. A silent node is lost after that time, except the supervisor's own
+    machine (``local``).
     """
     return outlives_s(config.run.adopt_s) if local else max(config.cluster.lease_s, config.run.adopt_s)
 
@@ -110,7 +110,7 @@ class Cluster:
     ) -> list[tuple[ShimRecord, ShimHandle]]:
         """Add an earlier supervisor's nodes, as away; return handles of their shims.
 
-        :param scope: of pids here; a local agent of another scope cannot be reached.
+        :param scope: boot and pid namespace here; local agents of others are not seen.
         """
         now = self._loop.time()
         known = {agent.node: agent for agent in agents}
@@ -182,7 +182,7 @@ class Cluster:
         return name
 
     def _refusal(self, hello: Hello, *, local: bool) -> wire.Refused | None:
-        """Return an agent's refusal, or write its lease to disk and return None."""
+        """Return why an agent is refused; or save its lease to disk and return None."""
         if local and not self._is_own(hello):
             return wire.Refused(message="a newer agent of this machine has replaced this one")
         refused = refusal(self.members, hello, local=local)
@@ -269,7 +269,7 @@ class Cluster:
                 self._changed(member)
 
     def _end_stranger(self, member: NodeEntry, state: PartState) -> ShimHandle:
-        """Order a shim of no replica to end; return its handle."""
+        """Order a shim of no replica to end, and return the new handle of that shim."""
         if len(member.handles) >= wire.SHIMS_MAX:
             raise msgspec.DecodeError(f"more than {wire.SHIMS_MAX:,} shims")
         handle = member.handles[state.nonce] = ShimHandle(state.nonce, member)
@@ -308,7 +308,7 @@ class Cluster:
                 log.error("ignoring an unexpected message (%s) of the agent of node %s", type(message).__name__, node)
 
     def closed(self, node: str, link: AgentLink) -> None:
-        """Mark the node as away, or gone if released, unless it has another link."""
+        """Mark the node as away (gone if released), if ``link`` was its present one."""
         member = self.members.get(node)
         if member is None or member.link is not link:
             return
@@ -350,7 +350,7 @@ class Cluster:
         return self._loop.time() - member.life.heard_at if member is not None else 0.0
 
     def _lose(self, member: NodeEntry, event: Literal["left", "lease_over"], reason: str) -> None:
-        """Step the node by ``event``; count its processes as gone, for ``reason``."""
+        """Mark the node as gone by ``event``; count its processes as gone, too."""
         before = member.life.state
         member.life.step(event)
         if member.link is not None:
@@ -365,7 +365,7 @@ class Cluster:
             handle.end(ExitReport("node", text=f"node {member.name} was lost ({reason})"))
 
     def _offer(self, member: NodeEntry) -> None:
-        """Offer the node to replicas; withdraw it if it is over or not to be used."""
+        """Offer the node for placement; withdraw it if it is lost or not to be used."""
         resources, cluster = self._context.resources, self._context.config.cluster
         if member.life.over or (member.local and not cluster.local):
             resources.withdraw(member.name)
@@ -418,7 +418,7 @@ class Cluster:
         return member is not None and member.life.duty == "open"
 
     def is_empty(self, node: str) -> bool:
-        """Return True if the node has no shim left, or is lost."""
+        """Return True if the node has no shim left, or is lost or unknown."""
         member = self.members.get(node)
         return member is None or member.life.over or not member.living
 
@@ -457,7 +457,7 @@ class Cluster:
             member.send(wire.Over())
 
     async def closed_all(self, timeout_s: float) -> None:
-        """Wait until all agents have disconnected, for ``timeout_s`` at most."""
+        """Wait until all agents have disconnected, or until ``timeout_s`` is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 for link in [one.link for one in self.members.values() if one.link is not None]:
@@ -480,7 +480,7 @@ class Cluster:
     # ------------------------------------------------------------ state
 
     def records(self) -> tuple[AgentRecord, ...]:
-        """Return the living agents, by which the next supervisor finds them."""
+        """Return records of all agents that are not lost, for the next supervisor."""
         return tuple(
             AgentRecord(
                 node=member.name,

@@ -31,6 +31,8 @@ _TURNS_FOR_EACH_CORE = 2
 
 
 class Save(Protocol):
+    """A function that writes the run's state to disk."""
+
     def __call__(self, *, order: bool = False) -> bool:
         """Save the state that must survive a kill. Return False if that fails.
 
@@ -65,7 +67,8 @@ class Neighbours(Protocol):
     def progressed(self, group: str, replica: int) -> bool | None:
         """Return whether the replica's present generation made a new step or version.
 
-        None if that is unknown, for example because it is on no channel.
+        If the group restarts as a whole, that of any of its replicas counts. None if
+        unknown, for example because the replica is on no channel.
         """
         ...
 
@@ -107,6 +110,7 @@ class FleetContext:
     """Processes of earlier supervisors for which replicas wait."""
 
     def __post_init__(self) -> None:
+        """Make the limit of concurrent starts, and begin without awaited processes."""
         self.turns = asyncio.Semaphore(_TURNS_FOR_EACH_CORE * len(os.sched_getaffinity(0)))
         self.awaited = PredecessorWaits(self.state.leases)
 
@@ -123,7 +127,7 @@ class FleetContext:
         return self.config.control.socket or self.state.path / SOCKET_FILE
 
     def wake_monitor(self) -> None:
-        """Wake the fleet's monitor after a change."""
+        """Wake the fleet's monitor, which then checks all replicas."""
         self.changed.set()
 
     def on_channel(self, group: str) -> bool:
@@ -131,7 +135,10 @@ class FleetContext:
         return any(group in one.groups for one in self.config.channels.values())
 
     def environment(self) -> Mapping[str, str]:
-        """Return the run's variables for the environment of all rank processes."""
+        """Return the run's variables for the environment of all rank processes.
+
+        They say how a rank joins the run: endpoint, token file, names.
+        """
         return {
             environ.ENDPOINT: self.coordinator.endpoint,
             environ.TOKEN_FILE: str(self.state.token_file),

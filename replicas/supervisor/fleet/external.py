@@ -65,7 +65,7 @@ class External(Replica):
         """Exclude the running program, if there is one, from further syncs.
 
         The program is not ended, whatever ``hurry_s`` is; its successor takes part
-        again.
+        again. Does not wait.
         """
         super().halt(hurry_s)
         if self.life.state == "drained":  # members of an earlier coordinator may reconnect
@@ -81,7 +81,7 @@ class External(Replica):
 
     @property
     def members_generation(self) -> int:
-        """A number above all generations, so that orders concern all members."""
+        """A number above all generations, so that a drain excludes all members."""
         return _EVERY_GENERATION
 
     def member_lost(self, rank: int, reason: str) -> None:

@@ -9,17 +9,15 @@ coordinator). The monitor also decides when the run is over:
   is scaled to 0 has not);
 * with exit code 2 when ``cluster.min_nodes`` nodes have not joined in time;
 * with exit code 1 when a group's failures end the run: by its ``on_failure``, if fewer
-  than ``min_ready`` of its replicas are left, or if no target of a channel is left
-  (``least_left``). A group for which the end of the run waits always ends it when no
-  replica of it is left.
+  than ``min_ready`` of its replicas are left, if no target of a channel is left
+  (``least_left``), or if none is left of a group for which the end of the run waits.
 
 Groups start when their dependencies are met, and end in reverse order, level by level
 of ``depends_on``. With ``strategy = "group"`` a failed replica ends the others of its
-group; they start again together, when all are gone.
-An *external* group (:mod:`replicas.supervisor.fleet.external`) has each expected
-replica, and each other one that has joined; the run does not wait for its end.
-Commands run in their callers' tasks, which wait for conditions that the monitor checks
-(:meth:`Fleet.until`). The clock is the loop's: tests run a fleet in virtual time.
+group; they start again together, when all are gone. An *external* group
+(:mod:`replicas.supervisor.fleet.external`) has each expected replica, and each other
+one that has joined; the run does not wait for its end. Commands run in their callers'
+tasks. The clock is the loop's: tests run a fleet in virtual time.
 """
 
 from __future__ import annotations
@@ -66,13 +64,14 @@ def _now() -> float:
 
 
 class Fleet:
-    """The groups of a run. Create it on the event loop."""
+    """The groups of a run: starts, checks, scales and ends their replicas."""
 
     def __init__(
         self, context: FleetContext, *, saved: Mapping[str, SavedGroup] | None = None, wall: float = 0.0
     ) -> None:
-        """Make the groups, without replicas. ``saved``: their state under an earlier
-        supervisor. ``wall``: seconds since 1970, for the times of saved restarts."""
+        """Make the groups, without replicas, on the running loop. ``saved``: their
+        state under an earlier supervisor. ``wall``: seconds since 1970, for saved
+        restarts."""
         self._context = context
         now, known = _now(), saved or {}
         self.groups = {
@@ -131,7 +130,7 @@ class Fleet:
                 self._context.spawn(replica.run)
 
     def resize(self, name: str) -> None:
-        """Send the coordinator the group's size, ranks and heartbeat timeout."""
+        """Tell the coordinator the group's present size, ranks, heartbeat timeout."""
         group = self.groups[name]
         shape = GroupShape(group.size, group.config.world_size, group.config.health.heartbeat_timeout_s)
         self._context.coordinator.set_group(name, shape)
@@ -175,7 +174,7 @@ class Fleet:
                 self._looked.notify_all()
 
     def _judge(self, now: float) -> None:
-        """End the run if its groups have finished or failed, or nodes are missing."""
+        """Declare the run over if groups finished or failed, or too few nodes came."""
         if self.exit_code is not None or self.draining:
             return
         config, resources = self._context.config, self._context.resources
@@ -199,14 +198,14 @@ class Fleet:
                 self._finish(DONE, f"done: {', '.join(wanted)} finished")
 
     def _finish(self, code: int, words: str) -> None:
-        """Note that the run is over, with this exit code and reason, and print it."""
+        """Declare the run over, with this exit code and reason; end no process."""
         self.exit_code, self.ended_by = code, words
         self._context.say(words)
         self.over.set()
 
     @property
     def cut(self) -> list[str]:
-        """Replicas that did not end in time when the run ended."""
+        """Names of replicas that did not end in time when the run ended."""
         return [replica.name for replica in self.all() if replica.current.cut]
 
     @property
@@ -220,7 +219,7 @@ class Fleet:
         return "; ".join(filter(None, (self.ended_by, self.words_of_cut)))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for ``condition``, which is checked after each run of the monitor."""
+        """Wait until ``condition()`` is true; each run of the monitor checks it."""
         async with self._looked:
             await self._looked.wait_for(condition)
 
@@ -248,7 +247,7 @@ class Fleet:
         return self.removed | {name: group.saved(now, wall) for name, group in self.groups.items()}
 
     def shims(self) -> tuple[ShimRecord, ...]:
-        """Return shims that are about to start, or may live."""
+        """Return records of the shims that are about to start, or may live."""
         return tuple(record for replica in self.all() for record in replica.shims)
 
     def replica(self, group: str, index: int) -> Replica | None:
@@ -306,7 +305,7 @@ class Fleet:
         return any(one.falling for one in group.replicas.values()) or group.rules.resume_in_s(_now()) > 0
 
     def restart_group_with(self, group: str, replica: int, text: str) -> None:
-        """Restart the others if configured, as ``replica`` failed (``text``: why)."""
+        """Restart the group's others if configured: ``replica`` failed (``text``)."""
         one = self.groups[group]
         if one.config.restart.strategy != "group" or one.config.restart.policy == "never":
             return
@@ -352,8 +351,8 @@ class Fleet:
     async def scale(self, group: Group, replicas: int, *, reason: DrainReason = "scaled") -> None:
         """Set the size: start replicas, or drain the highest and wait for their end.
 
-        WorldError if the size cannot be saved. A cancelled call still drains. For an
-        external group only the number changes, unless ``reason`` is "reloaded".
+        WorldError, and no change, if it cannot be saved. A cancelled call still drains.
+        For an external group only the number changes, unless ``reason`` is "reloaded".
         """
         name, before, configured = group.config.name, group.size, group.configured
         group.size, group.configured = replicas, group.config.replicas
@@ -374,7 +373,7 @@ class Fleet:
         await self._remove_when_ended(group, leaving, reason).wait()
 
     def _remove_when_ended(self, group: Group, leaving: list[Replica], reason: DrainReason) -> asyncio.Event:
-        """Remove ``leaving`` when ended, in a task; return an event for that time."""
+        """In a task, remove ``leaving`` when ended; then it sets the returned event."""
         ended = asyncio.Event()
 
         async def finish() -> None:
@@ -388,7 +387,7 @@ class Fleet:
         return ended
 
     async def _await_end(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
-        """Wait until ``leaving`` have ended; remove them, or all of a removed group."""
+        """Wait until ``leaving`` have ended; remove them, and a group that goes too."""
         name, began = group.config.name, _now()
         for replica in leaving:
             self._context.emit(Draining(target=replica.name, reason=reason))
@@ -409,6 +408,8 @@ class Fleet:
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
         """End the replicas, and wait until their next generations start, or a stop.
+
+        UsageError for a bad target; WorldError, and no end, if writing the state fails.
 
         :param rolling: a few at a time; wait until all are ready or finished.
         """
@@ -474,7 +475,7 @@ class Fleet:
     def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
         """Start failed replicas, and those in backoff, now. Return their names.
 
-        Refill the restart budgets of their groups.
+        Refill the restart budgets of their groups. A run that has failed goes on.
         """
         chosen = self.targets(target)
         self.refuse_while_draining()
@@ -499,9 +500,8 @@ class Fleet:
     async def drain(self, target: str | None = None, *, hurry: bool = False, reason: DrainReason = "requested") -> None:
         """End replicas after their sync, and wait until their processes are gone.
 
-        Replicas of a target stay stopped until they are restarted. Without a target,
-        the run is over then. ``hurry``: SIGKILL immediately, also in a drain that is in
-        progress.
+        Those of a target stay stopped until restarted. Without a target, the run is
+        over then. ``hurry``: SIGKILL immediately, also in a drain in progress.
         """
         if target is not None:
             chosen, began = self.targets(target), _now()

@@ -31,7 +31,7 @@ _SHIM_DIES_S = 4.0
 
 
 class Generation:
-    """One start of a replica: a shim (a process that owns a part) for each node.
+    """One start of a replica: a shim (the process that owns a part) for each node.
 
     :param changed: called when the state of a part has arrived.
     """
@@ -169,10 +169,10 @@ class Generation:
 
     @property
     def awaits(self) -> Reason | None:
-        """Why its end is delayed (``12 s for the lease of node a``), or None.
+        """Why its end is delayed (``up to 12 s for its processes on node a to end``).
 
         The end of shims on a lost machine is known only when their agent's lease is
-        over.
+        over. None without such a delay.
         """
         left = {part.node: part.over_at for part in self.parts if part.over_at < math.inf and not part.state.gone}
         if not left:
@@ -206,11 +206,10 @@ class Generation:
             part.stop(timeout_s, stacks=stacks)
 
     def be_gone_within(self, seconds: float) -> None:
-        """Have shims killed that are not gone after ``seconds``.
+        """Set when shims that are not gone are late: after ``seconds``, if not earlier.
 
-        An earlier limit stays.
-
-        Kills none here: :meth:`kill_late_shims` does that when it is due.
+        An earlier limit stays. Kills none here: :meth:`kill_late_shims` does that when
+        it is due.
         """
         deadline = self._loop.time() + seconds
         if deadline < self._gone_by:
@@ -235,9 +234,10 @@ class Generation:
         )
 
     def kill_late_shims(self) -> None:
-        """Have late shims killed, unless they report which process does not die.
+        """Have shims killed that have outlived the limit of :meth:`be_gone_within`.
 
-        Agents then sweep their processes. To be called at :attr:`look_at`.
+        Spares shims that report which process does not die. Agents then kill the
+        processes of a dead shim. To be called at :attr:`look_at`.
         """
         now = self._loop.time()
         if now < self.look_at:
@@ -249,7 +249,7 @@ class Generation:
 
     @property
     def late_s(self) -> float:
-        """Seconds by which the shims have outlived their limit; 0 if they have not."""
+        """Seconds since the limit of :meth:`be_gone_within`; 0 before it."""
         return max(0.0, self._loop.time() - self._gone_by)
 
     def abandon(self) -> None:
@@ -277,10 +277,8 @@ class Generation:
 def save_start(context: FleetContext, generation: int) -> Reason | None:
     """Save the run's state, with a generation of this number that is about to start.
 
-    Blocks.
-
-    Without that, the next supervisor would not know of the start, and could use its
-    number again.
+    Blocks for the writes. Without them, the next supervisor would not know of the
+    start, and could use its number again.
 
     :return: the problem of the disk, in words, or None.
     """

@@ -31,9 +31,9 @@ DISK_AGAIN_S = 1.0
 
 
 async def _turn(turns: asyncio.Semaphore) -> Callable[[], None]:
-    """Wait for one of the limited turns to start processes; take it.
+    """Wait for one of the limited turns to start processes, and take it.
 
-    :returns: a function that ends the turn, which also ends after ``TURN_S``.
+    :returns: a function that gives the turn back; that happens anyway after ``TURN_S``.
     """
     await turns.acquire()
     once = contextlib.ExitStack()
@@ -50,18 +50,18 @@ class GenerationOwner(Protocol):
 
     @property
     def asked(self) -> Asked:
-        """The present request, such as ``nothing``, ``restart`` or ``end_run``."""
+        """The pending request: ``nothing``, ``restart``, ``halt``, ``end_run`` etc."""
 
     @property
     def members_generation(self) -> int:
-        """The greatest generation number of members that an order is to concern."""
+        """Highest generation whose members a drain excludes from new versions."""
 
     @property
     def group_size(self) -> int:
         """The wanted number of replicas of its group."""
 
     def wake(self) -> None:
-        """Wake the replica's task."""
+        """Wake the replica's task, which then looks at its state."""
 
     async def wait_for_wake(self, until: float = math.inf) -> None:
         """Wait for :meth:`wake`, or until this time of the loop's clock."""
@@ -208,8 +208,9 @@ class GenerationLifecycle:
 
         These order the end of processes, and never wait for it.
 
-        :param timeout_s: from SIGTERM to SIGKILL.
-        :param stacks: save stacks first.
+        :param timeout_s: from SIGTERM to SIGKILL, if the processes are to be stopped.
+        :param stacks: have the ranks' stacks saved to their logs before.
+        :raises replicas.common.table.InvalidStep: the table does not allow it now.
         """
         for action in self._machine.step(event):
             match action:
@@ -270,10 +271,10 @@ class GenerationLifecycle:
         self._drain_by += pause_s
 
     def _follow(self) -> None:
-        """Note failed and ended parts as events of the generation, and emit an event
-        for each loss of log lines. Does not wait; called at each change of a part.
+        """Apply what its parts reported, as events of the state table. Does not wait.
 
-        Also sends the rendezvous of part 0 to the other parts.
+        Called at each change of a part. Also emits an event for each new loss of log
+        lines, and sends the rendezvous of part 0 to the other parts.
         """
         generation, owner = self.generation, self._owner
         generation.send_rendezvous()

@@ -29,6 +29,8 @@ class Group:
     ) -> None:
         """Begin without replicas, with the size of the config or of the saved state.
 
+        The saved size counts if the config's number of replicas is the same as then.
+
         :param saved: an earlier supervisor's state of the group.
         :param now: seconds of the loop's clock. :param wall: seconds since 1970. Both
             serve to restore the times of saved restarts.
@@ -69,7 +71,7 @@ class Group:
         )
 
     def use(self, config: GroupConfig) -> None:
-        """Use a reloaded config; running replicas keep their processes."""
+        """Use a reloaded config; size and running processes stay as they are."""
         self.config = config
         self.rules.use(config.restart)
         for replica in self.replicas.values():
@@ -139,12 +141,18 @@ class Group:
 
     @property
     def finished(self) -> bool:
-        """True if ``min_ready`` replicas (or all) have finished; the others failed."""
+        """True if all replicas have finished or failed, and enough have finished.
+
+        Enough are ``min_ready`` (default: all), and at least one.
+        """
         return is_done(self.staying, self.config.min_ready)
 
     @property
     def over(self) -> bool:
-        """True if all replicas have finished or failed."""
+        """True if all replicas, one at least, have finished or failed.
+
+        Those that are being stopped for good do not count.
+        """
         return is_over(self.staying)
 
     @property

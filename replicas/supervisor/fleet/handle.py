@@ -28,7 +28,7 @@ _STACKS_S = 5.0
 
 
 class AgentLink:
-    """A connection to an agent. With too much unread data, one more message ends it.
+    """The supervisor's connection to an agent; it ends if the agent does not read.
 
     :param refused: called with the reason in that case.
     """
@@ -64,7 +64,7 @@ class AgentLink:
 
 
 class NodeEntry:
-    """One node, its agent, and its shims.
+    """A node as the supervisor knows it: its agent, the connection, and its shims.
 
     :ivar hello: the last Hello of its agent, with the node's address and machine; or
         what an earlier supervisor has saved of it.
@@ -97,7 +97,7 @@ class NodeEntry:
 
     @property
     def machine(self) -> Machine:
-        """The node's resources; none before its agent has joined."""
+        """The node's resources; an empty Machine before its agent has joined."""
         return self.hello.machine or Machine()
 
     def send(self, order: Order) -> None:
@@ -188,7 +188,7 @@ class ShimHandle:
     def stop_alone(self, then: Callable[[], None]) -> None:
         """Order the end of a shim without a replica, by SIGKILL. Does not wait.
 
-        :param then: called when its processes are gone.
+        :param then: called when its processes are gone; replaces :attr:`changed`.
         """
 
         def changed() -> None:
@@ -200,7 +200,7 @@ class ShimHandle:
         self.stop(0.0)
 
     def kill(self) -> None:
-        """Order SIGKILL for the shim; its agent then sweeps its processes."""
+        """Order SIGKILL for the shim; its agent then kills its processes."""
         self._send(Kill(self.nonce))
 
     async def stacks(self) -> dict[str, str]:
@@ -295,7 +295,7 @@ class ShimHandle:
 
     @property
     def left(self) -> ShimLeft:
-        """Mark, pid and control group, for an agent that ends its processes."""
+        """Mark, pid and control group, by which an agent finds processes to kill."""
         state = self.state
         return ShimLeft(nonce=self.nonce, pid=state.pid, start_time=state.start_time, cgroup=state.cgroup)
 

@@ -44,7 +44,9 @@ _LOOK_S = 1.0
 
 
 class LocalAgent:
-    """The process of the agent. For the event loop's thread only.
+    """The process of this machine's agent, which is replaced when it dies or freezes.
+
+    For the event loop's thread only.
 
     :param arguments: of its command line.
     :param keep: descriptors that it inherits.
@@ -88,7 +90,7 @@ class LocalAgent:
             raise
 
     def _watch_known(self, known: ProcessRecord) -> bool:
-        """Watch the known agent, if it lives, as if it were ours. Return True if so."""
+        """Watch the known agent like our own. Return False if it does not live."""
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(known.pid)
             if known.alive():
@@ -117,9 +119,12 @@ class LocalAgent:
         self._loop.add_reader(pidfd, self._on_exit)
 
     async def joined(self) -> None:
-        """Wait until the agent has joined. WorldError if it does not within 60 s.
+        """Wait until the agent has joined the run.
 
         An agent that was found alive, and has not joined after 10 s, is replaced.
+
+        :raises replicas.errors.WorldError: it has not joined within 60 s; this call
+            ends no process.
         """
         unheard = Patience(self._loop.time(), _LOOK_S)
         try:

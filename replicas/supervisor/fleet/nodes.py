@@ -62,7 +62,9 @@ def longest_lease_of(config: Config) -> float:
 
 
 class Nodes:
-    """The nodes of a run. Use it with ``async with`` while holding the run's lock.
+    """Starts, finds, drains and ends the agents of a run's nodes, as ``async with``.
+
+    Use it while holding the run's lock.
 
     :param fleet: returns the groups of the run, or raises UsageError during the start.
     """
@@ -85,7 +87,7 @@ class Nodes:
 
     @property
     def cluster(self) -> Cluster:
-        """The nodes and their agents, while the supervisor is entered."""
+        """The nodes and their agents; UsageError unless the supervisor is entered."""
         if self._cluster is None:
             raise errors.UsageError("the supervisor is not running", hint="use it with `async with`")
         return self._cluster
@@ -164,11 +166,14 @@ class Nodes:
 
     @property
     def left(self) -> tuple[Lease, ...]:
-        """Leases of agents (times to run alone) with processes left at the end."""
+        """Leases of agents with processes left at the end, for the next supervisor."""
         return self._context.awaited.left([name for name, one in self.cluster.members.items() if one.living])
 
     def leave(self) -> None:
-        """Let the agents and their processes run on for the next supervisor."""
+        """Let the agents and their processes run on for the next supervisor.
+
+        Watch this machine's agent no longer; :meth:`finish` then does nothing.
+        """
         self._left = True
         if self._local is not None:
             self._local.leave()
@@ -211,6 +216,7 @@ class Nodes:
         """Take over the replicas that an earlier supervisor left running.
 
         End those of groups that the config no longer has, or leaves to other launchers.
+        If a replica lacks parts, its others are killed, and count as lost with a node.
 
         :returns: the others, by group and index, with records and shims of their parts;
             None if this run takes over nothing.
@@ -236,9 +242,8 @@ class Nodes:
     def _end(self, record: ShimRecord, handle: ShimHandle) -> None:
         """Order the end of the shim of ``handle``, which belongs to no replica.
 
-        Do not wait.
-
-        The GPUs and memory in its ``record`` stay taken until its processes are gone.
+        Do not wait. The GPUs and memory in its ``record`` stay taken until its
+        processes are gone.
         """
         let_go = self._context.resources.hold(record.nonce, record.share)
 

@@ -18,7 +18,7 @@ from replicas.supervisor.fleet.resources import need_of
 
 
 def oddities(config: Config) -> list[str]:
-    """Return, in words, parts of a valid plan that are probably mistakes."""
+    """Return, in words, parts of a valid plan that are probably mistakes, or []."""
     channels = config.channels.values()
     found = [
         f"channel {one.name} has no targets to receive its versions"

@@ -35,7 +35,7 @@ def machine_for(config: Config) -> Machine:
 def refuse_unfit(config: Config, machine: Machine) -> None:
     """Raise BadConfig if the replicas of the config do not fit this machine.
 
-    If other machines may join, replicas wait for them instead.
+    Do nothing if other machines may join: replicas then wait for them.
     """
     found = [] if may_grow(config) else problems(config, machine)
     if found:
@@ -48,7 +48,7 @@ def may_grow(config: Config) -> bool:
 
 
 def problems(config: Config, machine: Machine) -> list[str]:
-    """Return why the config's replicas do not fit the machine; none if they fit.
+    """Return why the config's replicas do not fit the machine; [] if they fit.
 
     Each in words, with the key of the config.
     """
@@ -76,7 +76,10 @@ def problems(config: Config, machine: Machine) -> list[str]:
 
 
 def notes(config: Config, machine: Machine) -> list[str]:
-    """Return remarks on a plan that is not refused, in words."""
+    """Return remarks on a plan that is not refused, in words; [] for none.
+
+    They say what must wait for other machines, or shares CPUs.
+    """
     if may_grow(config):
         found = [*problems(config, machine), *_too_large_parts(config, machine)]
         return [f"{problem}; the run waits for agents on other machines" for problem in found]
@@ -91,7 +94,7 @@ def notes(config: Config, machine: Machine) -> list[str]:
 
 
 def _too_large_parts(config: Config, machine: Machine) -> Iterator[str]:
-    """Yield groups whose parts need more CPUs than a node like this machine has."""
+    """Yield a remark for each group whose parts need more CPUs than the machine has."""
     for group in config.groups.values():
         threads, ranks = group.resources.cpu_threads or 0, group.nproc_per_node
         if threads <= machine.cpus < threads * ranks:

@@ -38,12 +38,12 @@ REQUESTED = Cause("requested", "restart requested")
 
 
 class Replica:
-    """One replica of a group. Create it on the event loop."""
+    """One replica of a group: starts, checks, restarts and ends its generations."""
 
     def __init__(
         self, context: FleetContext, group: GroupConfig, index: int, fleet: Neighbours, restarts: Restarts
     ) -> None:
-        """Begin in the state "pending"; start nothing before :meth:`run`.
+        """Begin in the state "pending", on the running loop, without :meth:`run`.
 
         ``group``: its config. ``fleet``: tells about other replicas. ``restarts``:
         rules, shared by the group.
@@ -81,7 +81,7 @@ class Replica:
 
     @property
     def members_generation(self) -> int:
-        """The greatest generation number of members that an order is to concern."""
+        """Highest generation whose members a drain excludes from new versions."""
         return self.life.generation
 
     @property
@@ -91,7 +91,7 @@ class Replica:
 
     @property
     def asked(self) -> Asked:
-        """The present request: ``nothing``, ``restart``, ``halt``, ``leave`` etc."""
+        """The pending request: ``nothing``, ``restart``, ``halt``, ``leave`` etc."""
         return self._asked.now
 
     @property
@@ -113,7 +113,7 @@ class Replica:
 
     @property
     def outdated(self) -> bool:
-        """True if its processes were started with another config."""
+        """True if its living processes were started with a config of other settings."""
         return self.life.alive and self.current.started_with not in ("", digest_of_start(self.group))
 
     @property
@@ -133,7 +133,7 @@ class Replica:
 
     @property
     def unwanted(self) -> bool:
-        """True if it was, or is being, stopped by hand or for good."""
+        """True if it was, or is being, stopped by hand, for good or with its group."""
         return self.halted or self.asked in UNWANTED
 
     @property
@@ -152,7 +152,7 @@ class Replica:
         self._apply(ReplicaEvent.ADOPT)
 
     def end_as(self, cause: Cause) -> None:
-        """End an adopted generation for the saved ``cause``; start the next one."""
+        """Go on ending an adopted generation for ``cause``; then start the next one."""
         if request_of(cause.reason) == "fault":
             self.end_for_failure(cause)
             self._end_processes(self.group.stop_timeout_s)
@@ -170,7 +170,7 @@ class Replica:
             self._request("end_run" if run_over else "leave", hurry_s, None, "the run ends" if run_over else why)
 
     def halt(self, hurry_s: float | None = None) -> None:
-        """Stop it like :meth:`stop`, but only until a restart, unless it has ended."""
+        """Stop it as :meth:`stop` does, but until a restart; not if it has ended."""
         if not self.life.settled:
             self._request("halt", hurry_s, None, "drain requested")
 
@@ -193,14 +193,14 @@ class Replica:
         self.wake()
 
     def _ask(self, request: Request, cause: Cause | None = None) -> bool:
-        """Note a request and its cause. Return True if the caller must end it."""
+        """Note a request and its cause; return True if it is to end the replica."""
         actions = self._asked.step(request)
         if "note_cause" in actions:
             self.current.cause = cause
         return "end" in actions
 
     def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
-        """Start a new generation, without using budget; ``drain``: after the sync.
+        """End what runs (``drain``: after its sync), and start again without budget.
 
         :raises replicas.errors.UsageError: the replica is being stopped for good.
         """
@@ -292,7 +292,7 @@ class Replica:
             self._end_silent(Cause("heartbeat_timeout", text), rank // self.group.nproc_per_node)
 
     def _end_silent(self, cause: Cause, part: int | None = None) -> None:
-        """End it as silent, for ``cause`` or a silent node (of ``part`` if set)."""
+        """End the generation as silent, for ``cause`` or for the silence of a node."""
         for one in self._generation.parts if part is None else self._generation.parts[part : part + 1]:
             if one.unheard_s() > UNHEARD_S:
                 cause = Cause("node", f"no message from the agent of node {one.node}")
@@ -367,7 +367,7 @@ class Replica:
         return "; ".join(filter(None, (reason, self.current.hold_ups.text)))
 
     async def _run_generation(self) -> None:
-        """Follow the generation until it has ended or was left behind."""
+        """Follow the generation to its end; then start the next one, or settle."""
         await self.current.run()
         generation = self._generation
         if self.current.state == "left_behind":
@@ -402,7 +402,7 @@ class Replica:
             self._apply(event, reason=text)
 
     def _judge_end(self) -> RestartVerdict:
-        """Return the rules' verdict: the delay to a restart, or that there is none."""
+        """Report the end to the restart rules; return their verdict, maybe a delay."""
         now, cause = self._now(), self.current.cause
         if self.asked == "restart":
             return RestartVerdict(self._restarts.resume_in_s(now) if cause and cause.reason == "group" else 0.0)

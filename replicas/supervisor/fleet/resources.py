@@ -124,6 +124,7 @@ class Resources:
         """Give each part of the replica a share of a node, which it then holds.
 
         It keeps the shares that it has while their nodes are there, open and suitable.
+        External replicas get none.
 
         :returns: None, or which nodes or GPUs are missing: the text after "waits for".
         """
@@ -157,7 +158,7 @@ class Resources:
         )
 
     def keep(self, group: str, index: int, shares: tuple[Share, ...]) -> None:
-        """Note the shares that a running replica of an earlier supervisor holds.
+        """Record the shares that a running replica of an earlier supervisor holds.
 
         :param shares: node, GPUs and memory of each of its parts.
         """
@@ -214,6 +215,8 @@ class Resources:
 
     def environment(self, group: GroupConfig, index: int, node: int = 0) -> dict[str, str]:
         """Return the variables of GPUs and threads for the processes of one part.
+
+        ``CUDA_VISIBLE_DEVICES`` is among them if any group of the run asks for GPUs.
 
         :param index: of the replica.
         :param node: number of the part within the replica.

@@ -30,10 +30,10 @@ class Folded(NamedTuple):
 
 
 class Folder:
-    """Folding state of one stream. Each input starts at the first unused byte."""
+    """Turns one output stream into log lines, redrawn ones in their last state."""
 
     def __init__(self) -> None:
-        """Begin without a kept line or bar."""
+        """Begin a stream, without a line or bar kept back."""
         self._frame = b""
         self._frame_at = float("-inf")
         self._bar = b""

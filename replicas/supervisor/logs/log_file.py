@@ -20,13 +20,16 @@ _TIMES_INTERVAL_S = 1.0
 
 
 class RotatedFile:
-    """A rotated file with ``keep`` older parts. This object must be its only writer."""
+    """A log file, rotated by size, with ``keep`` older parts.
+
+    This object must be its only writer.
+    """
 
     def __init__(self, path: Path, max_nbytes: int, keep: int) -> None:
         """Keep the arguments; open nothing before :meth:`append`.
 
-        :param max_nbytes: size at which the file is full. :param keep: number of older
-            parts.
+        :param max_nbytes: size at which the file is full.
+        :param keep: number of older parts.
         """
         self.path = path
         self._max_nbytes = max_nbytes
@@ -35,7 +38,7 @@ class RotatedFile:
         self._noted_at = 0.0
 
     def append(self, lines: bytes) -> None:
-        """Append ``lines`` to the file, in the next part if the file is full. Blocks.
+        """Append ``lines`` to the file, which is rotated first if it is full. Blocks.
 
         :raises OSError: nothing was written.
         """

@@ -97,7 +97,7 @@ def _has_ended(pipe: int) -> bool:
 
 
 class LogSource:
-    """One log, and its number of reads, rank and last lines in shared memory.
+    """The pipes of one log, and in shared memory its reads, rank and last lines.
 
     The shim and its pumps share that memory; only the pump writes it.
 
@@ -161,7 +161,7 @@ class LogSource:
 
 
 class OutputLog:
-    """One log of a replica."""
+    """One log in the pump: reads its pipes, and writes complete lines to the file."""
 
     def __init__(self, source: LogSource, folder: Path, max_nbytes: int, keep: int, *, replaces: bool = False) -> None:
         """Create the log's file if its name is known; read nothing yet.
@@ -317,7 +317,7 @@ class OutputLog:
 
 
 class Pump:
-    """The pump's loop. ``run`` returns when all streams have ended."""
+    """The log pump's loop: reads the output of a part's processes into log files."""
 
     def __init__(self, logs: list[OutputLog], control: socket.socket, tee: int | None, replica: str) -> None:
         """Register the pipes and the socket with a selector.
@@ -383,7 +383,7 @@ class Pump:
         self._tell_dropped(now, at_once=True)
 
     def _take(self, message: Message) -> None:
-        """Carry out a message of the shim: log all output, and answer."""
+        """Carry out the shim's order ``drain``: log all output up to now; answer it."""
         if message["type"] == "drain":
             self._drain()
             self._shim.send({"type": "drained", "number": message.get("number")})

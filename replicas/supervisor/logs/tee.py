@@ -28,7 +28,9 @@ _SLOW = "the reader of this output is too slow"
 
 
 class Tee:
-    """Output to the supervisor's stderr. Raises OSError if its reader is gone.
+    """Shows lines of one replica's ranks on the supervisor's stderr, through a queue.
+
+    Methods raise OSError if the reader of that output is gone.
 
     :param name: of the replica, which all lines begin with.
     """
@@ -114,6 +116,8 @@ class Tee:
     def write(self) -> None:
         """Write as many queued blocks as are accepted without waiting.
 
+        If the output is a file, an error (such as a full disk) drops the queue instead.
+
         :raises OSError: the reader of the output is gone.
         """
         while self._blocks:
@@ -139,7 +143,10 @@ class Tee:
                 self._say_dropped()
 
     def finish(self, timeout_s: float) -> None:
-        """Write queued blocks for up to ``timeout_s``; drop the rest."""
+        """Write queued blocks for up to ``timeout_s`` seconds; drop the rest. Blocks.
+
+        :raises OSError: the reader of the output is gone.
+        """
         deadline = time.monotonic() + timeout_s
         poll = select.poll()
         poll.register(self, select.POLLOUT)

@@ -62,6 +62,7 @@ class Death(NamedTuple):
     at: float
 
     def __str__(self) -> str:
+        """Return words: ``its process 12 (engine) was killed by SIGKILL``."""
         return f"its process {self.pid} ({self.name}) was killed by {signal_name(self.signum)}"
 
 
@@ -138,6 +139,8 @@ class DeathWatch(_PidWatch):
     def first(self, before: Iterable[int]) -> Death | None:
         """Return the first crash of the last 60 s, or None if there was none.
 
+        A crash is an end by SIGKILL, SIGSEGV, SIGABRT or the like.
+
         :param before: pids. Only deaths before the first end of one of these count.
         """
         since, those = time.monotonic() - RECENT_S, frozenset(before)
@@ -171,7 +174,10 @@ class EndWatch(_PidWatch):
 
 
 def _name_of(pid: int) -> str:
-    """Return the name of a process, without characters that are odd in a message."""
+    """Return the name of a process, without characters that are odd in a message.
+
+    Return "?" if it has ended.
+    """
     try:
         name = Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
     except OSError:

@@ -34,7 +34,7 @@ _MAX_NBYTES = 256 << 10
 
 
 class Stack(NamedTuple):
-    """The stacks of one rank, or why there are none."""
+    """The stack traces of one rank, or why there are none."""
 
     rank: int
     pid: int
@@ -127,7 +127,7 @@ class StackDump:
 
 
 class Stacks:
-    """The shim's stack dumps, one at a time: to the ranks' logs, and to the agent."""
+    """Collects the ranks' stack traces, one dump at a time, for logs and the agent."""
 
     def __init__(self, spec: PartSpec, pipes: LogPipes, agent: MessageSocket) -> None:
         """Begin without a dump; signal nothing.

@@ -209,7 +209,7 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, *arguments: Any, **named: Any) -> None:
         """End the workers, as torch does, unless torch has already ended them.
 
-        Then nothing is done: the shim reports a worker that survives SIGKILL.
+        A worker that survives SIGKILL is left to the shim, which reports it.
         """
         if not self._are_over:
             super()._shutdown(*arguments, **named)
@@ -267,6 +267,9 @@ def _bound_close(timeout_s: float) -> None:
     """Set how long torchrun waits for its other workers after one has failed.
 
     Changes torch's default of 30 s, for the whole process.
+
+    :param timeout_s: in seconds.
+    :raises RuntimeError: this version of torch has another default.
     """
     close: Any = PContext.close
     if close.__defaults__ != (None, 30):

@@ -56,7 +56,7 @@ class LogPipes:
         self.sources[key] = LogSource(name, readers, writers, shown=shown)
 
     def of_ranks(self) -> tuple[tuple[int, int], ...]:
-        """Return this process's descriptors of each local rank's stdout and stderr."""
+        """Return descriptors of each local rank's stdout and stderr, to write to."""
         return tuple((one.writers[0], one.writers[1]) for one in self.sources.values() if one.shown)
 
     def streams(self, name: str) -> tuple[int, int]:
@@ -119,12 +119,18 @@ class LogPipes:
         return [pipe for source in self.sources.values() for pipe in source.pipes]
 
     def last_lines(self, name: str) -> tuple[str, ...]:
-        """Return up to 20 last lines of the log of ``rank <RANK>`` or ``torchrun``."""
+        """Return up to 20 last lines of the log of ``rank <RANK>`` or ``torchrun``.
+
+        () for an unknown log.
+        """
         key = self._key(name)
         return () if key is None else last_lines(self.sources[key].tail(), _LAST_LINES, _LINE_NCHARS)
 
     def close(self) -> None:
-        """Close the write ends, so that the pump ends after the last line."""
+        """Close the write ends, so that the pump ends after the last line.
+
+        Lines that are still queued here are dropped.
+        """
         self._closed = True
         self.flush_at = math.inf
         for source in self.sources.values():

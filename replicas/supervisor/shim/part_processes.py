@@ -27,7 +27,7 @@ _MAX_REMAINS = 16
 
 
 class PartProcesses:
-    """The processes of a part, for its shim.
+    """Finds and ends the processes of a part (a replica's on this node), for its shim.
 
     :param pump: returns the pid of the log pump, or 0.
     """
@@ -51,7 +51,10 @@ class PartProcesses:
         return time.monotonic() + _LOOK_AGAIN_S if self._others.has_unwatched else math.inf
 
     def find(self) -> list[int]:
-        """Return pids of the processes in the control group, or below this process."""
+        """Return pids of the processes in the control group, if there is one.
+
+        Without a group: of those below this process, without the log pump.
+        """
         if self._cgroup is not None:
             return cgroups.members(self._cgroup)
         return [pid for pid in descendants(os.getpid()) if pid != self._pump()]
@@ -77,13 +80,16 @@ class PartProcesses:
     def end(self) -> None:
         """Send SIGTERM to all processes below this one but the log pump.
 
-        All of them, before the death of one makes the others fail.
+        All get it at once, as the death of one can make the others fail. Does not wait.
         """
         signal_own(signal.SIGTERM, but=frozenset({self._pump()}))
 
     def kill(self, now: float) -> list[int]:
         """Send SIGKILL to all processes of the part, resource trackers last.
 
+        Does not wait; to be repeated until :meth:`are_gone`.
+
+        :param now: monotonic time.
         :return: pids of the processes that were there.
         """
         self._killing_since = self._killing_since or time.time()
@@ -106,8 +112,8 @@ class PartProcesses:
     def are_gone(self) -> bool:
         """Return True if no process of the part is left but the log pump.
 
-        Else have the loop woken when one of them ends. To be called while the part is
-        being killed, and none of its processes starts another.
+        If some are left, have the loop woken when one of them ends. To be called while
+        the part is being killed, and none of its processes starts another.
         """
         return self._only_pump_is_child() and self._others.watch_all(self._find_sidecars)
 

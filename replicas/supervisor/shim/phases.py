@@ -58,7 +58,7 @@ ACTIONS: Mapping[tuple[Phase, Input], tuple[Action, ...]] = {
 
 
 class Phases(StateMachine[Phase, Input, Action]):
-    """The phase of one shim, ``now``, and the time of its next SIGKILL."""
+    """The phase of one shim, such as ``stopping``, and the time of its next SIGKILL."""
 
     def __init__(self) -> None:
         """Begin in the first phase, with no SIGKILL due."""
@@ -73,6 +73,7 @@ class Phases(StateMachine[Phase, Input, Action]):
         :param event: the input, an event of the table.
         :param at: its time. A stop sets the time of SIGKILL, or makes it earlier.
         :param timeout_s: time from SIGTERM to SIGKILL.
+        :raises replicas.common.table.InvalidStep: the table does not allow it now.
         """
         actions = self.step(event)
         if event == "stop" or (self.now == "sweeping" and self.kill_at == math.inf):

@@ -198,7 +198,8 @@ class PumpWatcher:
     def drain(self, then: Callable[[], None]) -> None:
         """Order the pump to log all output up to now. Does not wait.
 
-        :param then: called when that is done, or after ``DRAIN_S`` without an answer.
+        :param then: called once when that is done, or after 2 s (``DRAIN_S``) without
+            an answer; replaces that of an earlier call.
         """
         self._on_drained = then
         self._drained_by = time.monotonic() + DRAIN_S
@@ -222,7 +223,8 @@ class PumpWatcher:
     def close(self) -> None:
         """Close the shim's ends of the pipes, so that the pump ends after all output.
 
-        It is killed after a second; until then, a pump that dies is replaced.
+        It is killed after a second; until then, a pump that dies is replaced. Does not
+        wait; :attr:`over` shows the end.
         """
         if self._closed:
             return

@@ -62,7 +62,7 @@ RELAY_S = 0.5
 
 
 class Shim:
-    """The shim's loop: own a part's processes. ``run`` returns when none is left."""
+    """The shim's loop: starts, watches and ends the processes of a part, as ordered."""
 
     def __init__(self, control: socket.socket, parent_fd: int, spec: PartSpec, tee: int | None) -> None:
         """Take over the descriptors, and handle signals; start no process yet.
@@ -158,10 +158,10 @@ class Shim:
             raise orders.Malformed(f"unknown order {message['type'][:80]!r}")
 
     def _take_from_launcher(self, message: orders.Message) -> None:
-        """Keep the exit report of torchrun's launcher, or send its address on.
+        """Handle a message of torchrun's launcher: its exit report, or an address.
 
-        That address (rendezvous), at which the parts of the replica meet, goes to the
-        agent.
+        Keep the report. Send the address (rendezvous), at which the parts of the
+        replica meet, to the agent.
 
         :raises Malformed: the message is not valid.
         """
@@ -179,7 +179,10 @@ class Shim:
                 self._stop(self.spec.stop_timeout_s)
 
     def _on_agent_gone(self) -> None:
-        """Handle the end of the agent: close its connection, and stop the part."""
+        """Handle the end of the agent: close its connection, and stop the part.
+
+        SIGKILL follows SIGTERM after 2 s (``ORPHAN_GRACE_S``).
+        """
         self._agent.close()
         if self._parent_fd >= 0:
             self._selector.unregister(self._parent_fd)
@@ -354,6 +357,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ``--control``: descriptor of the control socket; ``--parent``: pid of the agent;
     ``--lock``: descriptor of the run's lock, held as long as the shim lives; ``--tee``:
     descriptor of the supervisor's stderr, if lines are wanted there.
+
+    :return: the exit code: 1 after a malformed order, otherwise 0.
     """
     # No argparse: it loads slowly, and users do not type these arguments.
     words = list(sys.argv[1:] if arguments is None else arguments)

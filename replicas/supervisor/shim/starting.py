@@ -98,9 +98,9 @@ def guard_orders(spec: PartSpec, *, direct: bool) -> int:
 
 
 def where(guard_orders: int) -> str:
-    """Return the value of :data:`GUARD`: this process's pid and a descriptor.
+    """Return the value of the variable ``REPLICAS_GUARD``: this pid and a descriptor.
 
-    Guards find their orders by it.
+    By it, a guard finds the orders for its process.
 
     :param guard_orders: descriptor of this process, from :func:`guard_orders`.
     """

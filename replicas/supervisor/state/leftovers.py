@@ -42,7 +42,8 @@ def find(
 ) -> list[LeftoverFound]:
     """Return the living processes of a dead supervisor's run; kill none.
 
-    ``swept`` is False in each. Reads all of ``/proc``.
+    ``swept`` is False in each. Reads all of ``/proc``. While the supervisor of
+    ``saved`` lives, its recorded processes are left out.
 
     :param saved: the state that the supervisor left, if there is one.
     :param identity: the id of its state folder; may be empty.

@@ -37,7 +37,7 @@ _IDENTITY = re.compile(rb"[0-9a-f]{32}")
 
 
 class LockedFolder:
-    """A state folder, while this process has it.
+    """A state folder that one process at a time has, by a lock.
 
     :cvar patience_s: how long a dead owner's processes may take to die of SIGKILL.
     :cvar elsewhere: how the user names another folder.
@@ -72,6 +72,9 @@ class LockedFolder:
 
     def _lock_folder(self) -> None:
         """Make the folder if it is missing, and lock it. Blocks.
+
+        A dead owner's processes have 8 s to end, then :attr:`patience_s` to die of
+        SIGKILL.
 
         :raises OSError: the folder cannot be made or written.
         :raises replicas.errors.ReplicasError: a living process has the lock, a dead

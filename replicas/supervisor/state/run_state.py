@@ -231,7 +231,7 @@ class RunState:
             return None
 
     def load(self) -> Saved | None:
-        """Return the state that a dead supervisor left, or None.
+        """Return the state that a dead supervisor left; None without a valid file.
 
         A file that is not valid is renamed, logged, and noted in :attr:`set_aside`.
         """

@@ -62,7 +62,7 @@ class AlreadySupervised(errors.UsageError):
 
 
 class StateDir(LockedFolder):
-    """The state folder, from :meth:`acquire` to :meth:`release`.
+    """The locked state folder of a run: its id, saved state, tokens, events and logs.
 
     :param longest_lease_s: the config's longest lease, in seconds; 0 for no leases.
     """
@@ -193,10 +193,10 @@ class StateDir(LockedFolder):
         return found
 
     def _free(self, lock: int) -> None:
-        """Kill, once, the processes that hold a dead supervisor's lock.
+        """Kill, once, the processes that a dead supervisor's state names.
 
-        Another supervisor may lock the folder at any moment: the state counts only if
-        its writer is dead.
+        Some of them hold the lock. Another supervisor may lock the folder at any
+        moment: the state counts only if its writer is dead.
 
         :param lock: unused here.
         """

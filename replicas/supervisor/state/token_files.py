@@ -29,7 +29,7 @@ from replicas.trust.tokens import OPERATOR_FILE, ROLES, JoinToken, Role, SavedTo
 
 
 class TokenFiles:
-    """The tokens of one state folder, for the process that has its lock."""
+    """The files of a run's join tokens, for the process that has the state folder."""
 
     def __init__(self, folder: Path) -> None:
         """Store the paths of the files in ``folder``; read and write nothing."""
@@ -88,7 +88,8 @@ class TokenFiles:
 
         The new one is random, or that of the config's file. The old one stays valid.
 
-        :raises replicas.errors.UsageError: the file still has the present token.
+        :raises replicas.errors.UsageError: the file still has the present token, has
+            none, or its token is of another control port.
         """
         if role not in self._given:
             tokens.rotate(role)

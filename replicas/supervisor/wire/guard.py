@@ -57,7 +57,7 @@ def unpack(text: bytes) -> list[bytes]:
 
 
 def _orders(parent: int, file: int) -> list[bytes]:
-    """Read a guard's orders, a file of the parent, and return their words.
+    """Read this guard's orders, a file that its parent has open; return their words.
 
     Exit with 126 if the file cannot be read.
 
@@ -118,7 +118,11 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Set up this process as ordered, and exec the program; exit if that fails."""
+    """Set up this process as its parent has ordered, and exec the user's program.
+
+    That gives the process its death signal, log, control group and working folder. Exit
+    with 126 if a step fails, and with 127 if the program is not found.
+    """
     parent, file = map(int, os.environ.pop(GUARD).split())
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

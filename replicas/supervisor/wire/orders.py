@@ -268,7 +268,10 @@ def decode(data: bytes) -> Message:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Return both ends of a new connection, with room for many messages."""
+    """Return both ends of a new Unix connection (SOCK_SEQPACKET) for :func:`send`.
+
+    It has room for many messages. Both ends block, and are not inherited.
+    """
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_NBYTES)

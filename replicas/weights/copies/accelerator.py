@@ -231,12 +231,13 @@ class Accelerator(ABC):
 
     @abstractmethod
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Enqueue copies on this thread's current stream, with casts between dtypes.
+        """Enqueue the copy of each source to the destination of the same index.
 
-        Copies go from device to device or between device and host; the call does not
-        block if the host memory is pinned. Host memory must stay until the copies are
-        done. Memory of torch's device allocator may be freed immediately if it was
-        allocated on the same stream, else only after :meth:`keep`.
+        Both have one shape; values are cast where dtypes differ. Copies go from device
+        to device or between device and host, on this thread's current stream; the call
+        does not block if the host memory is pinned. Host memory must stay until the
+        copies are done. Memory of torch's device allocator may be freed immediately if
+        it was allocated on the same stream, else only after :meth:`keep`.
         """
 
     @abstractmethod
@@ -271,6 +272,8 @@ def accelerator() -> Accelerator | None:
     """Return the accelerator (GPU interface) of this process, or None without a GPU.
 
     It is chosen by the first call, and again in a forked child.
+
+    :raises UsageError: the class that ``REPLICAS_ACCELERATOR`` names cannot be loaded.
     """
     name = os.environ.get(environ.ACCELERATOR) or DEFAULT
     chosen = _chosen

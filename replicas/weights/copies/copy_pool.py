@@ -139,9 +139,7 @@ class CopyPool:
             raise self._error
 
     def close(self) -> None:
-        """Drop tasks that have not begun, and wait for running ones.
-
-        The helpers then end.
+        """Drop tasks that have not begun, wait for running ones, and end the helpers.
 
         An interrupt that comes meanwhile is raised at the end.
         """
@@ -157,8 +155,7 @@ class CopyPool:
             raise interrupt
 
     def _wait_idle(self) -> None:
-        """Drop tasks that have not begun (after a failure), and wait for running
-        ones."""
+        """Drop tasks that have not begun, if any, and wait for running ones."""
         self._queue.clear()
         idle = Latch()
         locked(self.lock, self._add_waiter, idle)
@@ -186,11 +183,10 @@ class CopyPool:
     # ------------------------------------------------------------ helpers
 
     def _help(self) -> None:
-        """Run chores, and else tasks, until the pool is closed.
+        """Run chores (what ``chores`` returns), or tasks where there are none.
 
-        A helper thread's function.
-
-        It also ends when the pool's owner is gone.
+        A helper thread's function. It ends when the pool is closed, or its owner is
+        gone.
         """
         with one_thread():
             while True:

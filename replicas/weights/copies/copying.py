@@ -195,7 +195,7 @@ def copy_elements(destination: torch.Tensor, source: torch.Tensor, *, load: bool
 
     :param load: True if the destination is the user's tensor, which is checked; False
         if the source is. :param name: of the user's tensor, for errors.
-    :raises ManifestMismatch: the memory of the user's tensor was freed.
+    :raises ManifestMismatch: shapes differ, or the user's tensor has no memory.
     """
     device = accelerator()
     tensor = destination if load else source
@@ -282,11 +282,10 @@ class Prefix:
 
 
 class Copier:
-    """Fills one run of bytes; leaving its ``with`` block by an exception stops it.
+    """Copies tensors into one run of bytes, by threads, and computes its digest.
 
-    Stopping ends the helpers and cancels the digest. An interrupt at the end of the
-    block may skip that: then call :meth:`close`, from any thread, before reusing the
-    memory.
+    Leaving its ``with`` block by an exception ends the helpers and cancels the digest.
+    If an interrupt skips that, call :meth:`close` before reusing the memory.
 
     :ivar digest: of ``data``, set on a helper's thread after :meth:`finish`.
     """
@@ -333,11 +332,11 @@ class Copier:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Stop the copying threads, and wait for them."""
+        """Stop the copying threads, and wait; cancel an unfinished copy's digest."""
         self.close()
 
     def close(self) -> None:
-        """Stop the copying threads, and wait; a finished copy's digest goes on."""
+        """Stop the copying threads, and wait; cancel an unfinished copy's digest."""
         locked(self._pool.lock, self._give_up)
         self._pool.close()
 

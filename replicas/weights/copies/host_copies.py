@@ -226,7 +226,7 @@ def _nothing(start: int, end: int) -> None:
 
 
 class HostCopies:
-    """Copies between our pieces and the user's tensors, one for each, on the CPU."""
+    """Copies on the CPU between the library's memory and the user's tensors."""
 
     def __init__(
         self,

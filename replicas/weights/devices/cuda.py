@@ -102,13 +102,13 @@ class CudaEvent(Event):
             self._event.wait(_cuda.current_stream(self._index))
 
     def synchronize(self) -> None:
-        """Block until the event is reached."""
+        """Block until the event is reached; raise WorldError if the GPU failed."""
         # On the event's device, as the thread's current one would get a context.
         with typed(self._uuid), _cuda.device(self._index), uncaptured():
             self._event.synchronize()
 
     def query(self) -> bool:
-        """Return True if the event has been reached."""
+        """Return True if the event was reached; raise WorldError if the GPU failed."""
         with typed(self._uuid), _cuda.device(self._index), uncaptured():
             return bool(self._event.query())
 

@@ -57,7 +57,7 @@ _END_S = 10.0
 
 
 class _Page(msgspec.Struct, frozen=True):
-    """The content of the file; ``memory`` and ``written`` are handles."""
+    """The content of a GPU buffer's file; memory and written are IPC handles."""
 
     magic: str
     uuid: str
@@ -166,6 +166,8 @@ class DeviceBuffer(Buffer):
 
         They are on its current stream. Other processes can wait for the event
         (:meth:`wait_for_write`).
+
+        :raises ValueError: this process does not own the memory.
         """
         if self._locks_in != os.getpid() or self._origin is not None:
             raise ValueError("only the owner of device memory records its writes")
@@ -272,7 +274,7 @@ def _read_page(fd: int, device: str) -> _Page:
 
 @dataclass(eq=False)
 class _Leftover:
-    """The memory of a closed buffer.
+    """GPU memory of a closed buffer, which other processes may still use.
 
     :ivar page: a duplicate of the owner's descriptor.
     :ivar written: destroyed with the memory, as others may use it until then.

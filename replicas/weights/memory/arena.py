@@ -101,7 +101,7 @@ class Slot:
 
 
 class Arena:
-    """A process's memory for versions: own slots, and foreign ones. Thread-safe.
+    """Memory for versions: own slots, and slots mapped from others. Thread-safe.
 
     :ivar protected: versions that must not be evicted; call :meth:`trim` after changes.
     :ivar pool: allocates the memory of its slots.
@@ -248,18 +248,18 @@ class Arena:
             return offered - held - {0}
 
     def borrow(self, place: SlotPlace, version: int, *, lock: bool = True) -> Buffer:
-        """Open another process's memory of ``version``, which is at ``place``; the
-        caller closes it. ``lock``: keep its owner from refilling it until then."""
+        """Open another process's memory of ``version`` at ``place``, or raise Gone. The
+        caller closes it; with ``lock`` its owner cannot refill it until then."""
         buffer = Buffer.open(place, version, lock=lock)
         buffer.keep_mappings_in(self._kept)
         return buffer
 
     def adopt(self, version: int, manifest: Manifest | PartManifest, buffer: Buffer, digest: str = "") -> Slot:
         """Add another member's memory, ``buffer``, as a complete (foreign) slot of a
-        version with this layout and digest. Takes over ``buffer``, also on failure.
+        version. Takes over ``buffer``, also on failure.
 
-        The slot stays until it is neither pinned nor protected at a :meth:`trim` or at
-        its own last unpin. Raises Gone if the arena is closed."""
+        The slot stays until it is neither pinned nor protected at a :meth:`trim` or its
+        last unpin. Gone: the arena is closed; ValueError: the version is here."""
         with self._lock:
             if self._closed:
                 buffer.close()
@@ -275,7 +275,7 @@ class Arena:
             return slot
 
     def trim(self) -> None:
-        """Drop slots in others' memory that are neither pinned nor protected."""
+        """Drop slots in others' memory that are neither pinned nor ``protected``."""
         with self._lock:
             unneeded = [slot for slot in self._foreign if not slot.pins and slot.version not in self.protected]
             versions = [slot.version for slot in unneeded]
@@ -352,7 +352,7 @@ class Arena:
         return f"{text}; {left}" if (left := self.pool.still_mapped.text()) else text
 
     def close(self) -> None:
-        """Free the memory of all slots; filling or pinned slots keep it until then."""
+        """Close for good: free all slots' memory, of filling or pinned ones later."""
         with self._lock:
             self._closed = True
             for slot in [*self._slots, *self._foreign]:
@@ -368,7 +368,7 @@ class Arena:
 
     def _choose(self, nbytes: int) -> Slot | None:
         """Return a free slot, else that of the oldest version that may go, else None.
-        Its buffer, if any, is claimed (locked for writing)."""
+        Its buffer is claimed for writing; it may have none, if readers keep that."""
         free = sorted((slot for slot in self._slots if slot.state == "free"), key=lambda slot: not _fits(slot, nbytes))
         evictable = [
             slot

@@ -77,7 +77,7 @@ class BufferWatcher(Protocol):
 
 
 class Buffer:
-    """Anonymous shared memory.
+    """Anonymous shared memory, own or opened from another process, with its locks.
 
     :ivar device: UUID of the GPU that holds the bytes; empty if they are in the file.
     :ivar key: a number unique among all buffers of this process, never reused.
@@ -340,10 +340,10 @@ class Buffer:
     # ------------------------------------ order of GPU work; no-ops for host memory
 
     def record_write(self) -> None:
-        """GPU memory: record an event behind the writes queued on this stream."""
+        """GPU: record an event behind this thread's current work. Host: do nothing."""
 
     def wait_for_write(self) -> None:
-        """GPU memory: have this thread's current stream wait for the owner's writes."""
+        """GPU: make this thread's stream await the owner's writes. Host: do nothing."""
 
     def keep_mappings_in(self, kept: KeptMappings) -> None:
         """Have ``kept`` make and keep the mapping, so that a later buffer can reuse

@@ -187,6 +187,7 @@ def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None])
     :param address: of the first page. :param advice: the ``madvise`` constant, for
         reading or for writing. :param check: called before each step; may raise to
         stop.
+    :raises NoCapacity: too little memory is left. :raises OSError: another error.
     """
     for start in range(0, nbytes, _POPULATE_NBYTES):
         check()
@@ -200,7 +201,7 @@ def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None])
 
 
 class KeptMappings:
-    """Kept read-only mappings, by inode. Thread-safe."""
+    """Read-only mappings of others' memory, kept for reuse, by inode. Thread-safe."""
 
     _living: Living[KeptMappings] = Living(operator.methodcaller("close_after_fork"))
 

@@ -38,10 +38,10 @@ WORKER_LOOKED_AT_S = 1.0
 
 
 class Pool:
-    """Buffers for the slots of one arena. Every method is thread-safe.
+    """Spare (ready) and retired (still read) buffers of one arena. Thread-safe.
 
     :ivar pinning: pin preallocated host memory.
-    :ivar left: closed buffers whose files were shown.
+    :ivar still_mapped: closed buffers whose files were shown.
     """
 
     def __init__(self, name: str, retired: int, device: str = "") -> None:
@@ -68,10 +68,11 @@ class Pool:
         self.still_mapped = StillMapped(name, retired)
 
     def prepare(self, nbytes: int, count: int) -> None:
-        """Have a thread allocate up to ``count`` spare buffers, for later versions.
+        """Have a thread allocate spare buffers, up to ``count`` of ``nbytes`` each.
 
+        They are for later versions. Size and count replace those of an earlier call.
         Does not wait; stops where they do not fit. Small buffers are not allocated
-        ahead of time. :param nbytes: of each.
+        ahead of time.
         """
         if nbytes < PREPARED_NBYTES:
             return
@@ -128,7 +129,8 @@ class Pool:
         :param slots: number of the arena's slots, for a warning if fewer fit.
         :param alone: only this process writes to it, so it may be sealed against
             others.
-        :raises NoCapacity: too little memory is left.
+        :raises NoCapacity: too little memory is left, even after all spare buffers were
+            closed.
         """
         with self._changed:
             self._warn(nbytes, slots)
