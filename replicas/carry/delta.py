@@ -187,10 +187,11 @@ def apply_block(base: memoryview, delta: bytes, out: memoryview) -> None:
 
 
 def _layout(regions: Iterable[Region], start: int, nbytes: int) -> Sequence[tuple[int, int]]:
-    """Return (end, bytes of an element) of regions that cover the block, in order.
+    """Return (end in the block, bytes of an element) of regions that cover the block.
 
-    :param regions: (first byte, end, bytes of an element) in the image. Between them
-        regions of 1-byte elements are added; if empty, the block is one region.
+    :param regions: (first byte, end, bytes of an element) in the image; they are cut to
+        whole elements in the block. Gaps become regions of 1-byte elements; if empty,
+        the block is one region of elements of ``DEFAULT_WIDTH`` bytes.
     :param start: the block's first byte in the image. ``nbytes``: its size.
     :raises ValueError: a region has elements of another size than 1, 2, 4 or 8 bytes.
     """

@@ -250,9 +250,10 @@ def _refused(engine: Engine, session: MemberSession, refusal: _Refusal) -> None:
 
 
 def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
-    """Decode and check one message, and pass it to the engine, on the loop.
+    """Decode and check one message of a member, and have the engine handle it now.
 
-    :raises _Refusal: it is malformed or out of order; nothing is counted yet.
+    :raises _Refusal: the message is malformed or out of order; the engine has not
+        handled it.
     """
     frame = _decoded(data)
     if isinstance(frame.body, Hello):

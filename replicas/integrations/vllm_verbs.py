@@ -204,8 +204,10 @@ class VllmEngine(VllmServer):
 
         :param timeout_s: how long the server may be idle before it answers. The workers
             get half of it to receive the version.
-        :param more: ``check``, ``prove`` or ``refuse`` of :class:`.UpdateInfo`, to
-            check, compare or refuse instead.
+        :param more: what the workers do instead: ``check`` (only check that it fits),
+            ``prove`` (compare it with the server's tensors) or ``refuse`` (a reason).
+        :raises replicas.errors.SyncError: the server answers with an error, or not in
+            time.
         """
         info = {"version": version, "timeout_s": timeout_s / 2, **more}
         self.post("/update_weights", {"update_info": info}, timeout_s=timeout_s)

@@ -123,8 +123,8 @@ class _Gate:
         self.is_open = False
 
     def paused(self, seconds: float) -> None:
-        """Take the seconds for which a load has paused the server; assert that they are
-        not negative."""
+        """Assert that a load has not paused the server for a negative time; record
+        nothing."""
         assert seconds >= 0
 
 

@@ -311,13 +311,13 @@ class FakeRun:
         wire.frozen = self._frozen.get(member)
 
     def _start_ticks(self) -> None:
-        """On the session thread: start the task that runs the engine's timers, until
-        :meth:`_stop`."""
+        """Start the task that runs the engine's timers, until :meth:`_stop`. Call it on
+        the session thread."""
         self._tick = self._loop.spawn(self._coordinator.engine.tick_forever(), f"{self.endpoint} ticks")
 
     def _stop(self) -> None:
-        """On the session thread: cancel the timers' task, cut the connections of all
-        members, and close the engine."""
+        """Cancel the timers' task, cut the connections of all members, and close the
+        engine. Call it on the session thread."""
         if self._tick is not None:
             self._tick.cancel()
         for wire in self._wires.values():
@@ -326,8 +326,8 @@ class FakeRun:
         self._coordinator.engine.close()
 
     async def _restart(self) -> None:
-        """On the session thread: replace the coordinator by a new one with the same
-        token; return when all members that are not frozen have reconnected."""
+        """Replace the coordinator by a new one with the same token; return when all
+        members that are not frozen have reconnected. Call it on the session thread."""
         known = {state.member for one in self._coordinator.engine.channels.values() for state in one.roster}
         self._stop()
         old = self._coordinator
@@ -340,8 +340,8 @@ class FakeRun:
             await self._came.wait()
 
     def _kill(self, member: Member) -> None:
-        """On the session thread: have the engine declare the member lost, as after the
-        exit of its process; deliver its messages that were held back."""
+        """Have the engine declare the member lost, as after the exit of its process;
+        deliver its messages that were held back. Call it on the session thread."""
         self._coordinator.engine.lose(member, "exited")
         self._thaw(member)
 
@@ -353,26 +353,26 @@ class FakeRun:
             wire.frozen = thawed
 
     def _thaw(self, member: Member) -> None:
-        """On the session thread: let the messages of the member's connection pass
-        again; do nothing for a member that is not frozen."""
+        """Let the messages of the member's connection pass again; do nothing for a
+        member that is not frozen. Call it on the session thread."""
         if (thawed := self._frozen.pop(member, None)) is not None:
             thawed.set()
         if (wire := self._wires.get(member)) is not None:
             wire.frozen = None
 
     def _thaw_all(self) -> None:
-        """On the session thread: let the messages of all frozen members pass again."""
+        """Let the messages of all frozen members pass again."""
         for member in list(self._frozen):
             self._thaw(member)
 
     def _lose_all(self) -> None:
-        """On the session thread: have the engine declare every member lost; this ends
-        the channels that the program joined itself."""
+        """Have the engine declare every member lost; this ends the channels that the
+        program joined itself. Call it on the session thread."""
         for member in list(self._wires):
             self._kill(member)
 
     def _cut(self, member: Member) -> None:
-        """On the session thread: cut the member's connection, if it has one; its
-        session then connects again."""
+        """Cut the member's connection, if it has one; its session then connects again.
+        Call it on the session thread."""
         if (wire := self._wires.get(member)) is not None:
             wire.abort()

@@ -152,7 +152,7 @@ class Tokens:
     def replace_by(self, changed: Tokens) -> None:
         """Take over the secrets of ``changed``, a changed copy; drop the present ones.
 
-        The connections whose secret is no longer valid are ended.
+        Have the connections closed whose secret is no longer valid.
         """
         old = [one for role in ROLES for one in self._secrets[role] if one not in changed._secrets[role]]
         self._secrets = {role: [*changed._secrets[role]] for role in ROLES}

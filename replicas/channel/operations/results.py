@@ -296,7 +296,7 @@ class Job:
 class Unknown:
     """Keeps the collectives of one channel whose outcome is unknown, and their outputs.
 
-    On the session thread, except :meth:`check_collected`.
+    For the session thread only, except :meth:`check_collected`.
 
     :param applied: called with the ref of each operation that did succeed.
     :param release: called with each job that is no longer kept.

@@ -354,7 +354,9 @@ class Holder:
 
 
 class Loans:
-    """The resources of a channel that user threads have on loan. On the session thread.
+    """The resources of a channel that are on loan to user threads.
+
+    For the session thread only.
 
     :param after: calls a function after a number of seconds.
     """
@@ -389,7 +391,7 @@ class Loans:
         return known
 
     def give_back(self, holder: Holder) -> None:
-        """End the loan of ``holder`` by its ``take_back``.
+        """Call the ``take_back`` that :meth:`lend` got with ``holder``: its loan ends.
 
         Do nothing if it has ended.
         """

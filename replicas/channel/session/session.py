@@ -74,7 +74,7 @@ _fruitless = wait_random_exponential(multiplier=0.05, max=FRUITLESS_PAUSE_S)
 
 
 class SessionHandler(Protocol):
-    """Callbacks of a session to its channel. On the session thread; must not block."""
+    """Callbacks of a session to its channel, on the session thread; must not block."""
 
     def update_hello(self, hello: wire.Hello) -> wire.Hello:  # add the member's current state
         """Return ``hello`` with the member's current state."""

@@ -268,15 +268,16 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _open_update(self, info: UpdateInfo) -> replicas.Update:
         """Return the update (the version's memory, held for reading) of the version
-        that ``info`` requests. If another version is open here, report that as failed
-        or refused first; if the version is not open, receive it, for ``info.timeout_s``
-        at most.
+        that ``info`` requests; receive that version unless it is open here already.
 
-        :param info: vLLM's request. With version 0 always raise SyncError; before, if
-            ``info.refuse`` has a reason and no load has begun, report the open version
-            as refused.
+        If another version is open, report that first: as failed if its load has begun,
+        else as refused.
+
+        :param info: vLLM's request. Version 0 requests none: SyncError is raised. If it
+            has a reason in ``info.refuse``, the open version is reported as refused
+            before, unless its load has begun.
         :raises replicas.errors.SyncError: the channel gave this replica another
-            version.
+            version, or none within ``info.timeout_s``.
         """
         channel = self._channel
         if channel is None:

@@ -380,7 +380,7 @@ class Agent:
             await cancelled(writer)
 
     def _apply_welcome(self, welcome: wire.Welcome, asked_at: float) -> None:
-        """Use a Welcome's token and lease, counted from the Hello at ``asked_at``."""
+        """Keep the token and lease of a Welcome; ``asked_at``: when the lease began."""
         before = self._tenancy.until
         self._tenancy.granted(welcome.lease_s, asked_at)
         self._shims.lease_until = self._tenancy.until  # for shims that start before the next tick
