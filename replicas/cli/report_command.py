@@ -75,10 +75,14 @@ def report(
 
 
 def _events(run: Path | None) -> Iterable[Record]:
-    """Return the recorded events of a run, read from disk as they are iterated.
+    """Return the recorded events of a run, oldest first, to be iterated once.
 
-    :param run: a state folder, or a config file; None: the only run below this folder.
-    :raises Disconnected: none are recorded.
+    They are read from disk as they are iterated.
+
+    :param run: a state folder, or a config file (``.toml``); None: the only run below
+        the working folder.
+    :raises Disconnected: the run has no file of events; raised here, not in the
+        iteration.
     """
     folder = RunAddress(run).state_dir if run is None or run.suffix == ".toml" else trusted(absolute(run))
     path = folder / EVENTS_FILE

@@ -232,7 +232,6 @@ class Coordinator:
 
     def start(self) -> Self:
         """Start it on an event loop in a thread, and return it when its ports are open.
-
         It runs until :meth:`close` or the end of the process.
 
         :raises errors.WorldError: a port is in use, or the store did not start.
@@ -269,10 +268,9 @@ class Coordinator:
 
     @property
     def token(self) -> str:
-        """Token that members must show: pass it to ``join(token=...)``.
-
-        With TLS it also holds the hash of the control port's key: a member that joins
-        with it refuses a port with another key."""
+        """Token that members must show: pass it to ``join(token=...)``. With TLS it
+        also holds the hash of the control port's key: a member that joins with it
+        refuses a port with another key."""
         return self.tokens.text("member")
 
     @property
@@ -289,7 +287,8 @@ class Coordinator:
 
     @property
     def store_up(self) -> bool:
-        """True if the master TCPStore answers."""
+        """True once the master TCPStore listens, until it ends or fails a ping (one
+        every 2 s); True again with its replacement. Reading this sends no request."""
         return self._store.up
 
     @property
@@ -381,7 +380,8 @@ class Coordinator:
         return tuple(self._tally.channel(channel_status(channel, now)) for channel in channels)
 
     def store_status(self) -> StoreStatus:
-        """Return whether the store answers, its address, and how many keys it has."""
+        """Return whether the store is up (:attr:`store_up`), its address, and how many
+        keys it had at the last ping. Sends no request."""
         host, port = self._store.address
         return StoreStatus(up=self._store.up, host=host, port=port, keys=self._store.keys)
 

@@ -133,13 +133,20 @@ class Port(Protocol):
     connections: set[PortConnection]
 
     def pages(self, visit: PortConnection) -> asyncio.Protocol:
-        """Return a new protocol that serves HTTP pages on the connection ``visit``."""
+        """Return a new protocol that serves HTTP pages; it has no transport yet.
+
+        :param visit: the connection, which then calls the methods of the protocol.
+        """
 
     def serve(self, route: SocketRoute, websocket: WebSocket) -> None:
-        """Start a task that serves a WebSocket by its route; do not wait for it."""
+        """Start a task that serves a WebSocket by its route, and then closes it.
+
+        Does not wait for the task.
+        """
 
     def turns_away(self, transport: asyncio.Transport) -> bytes:
-        """Return the bytes of a response that refuses this connection, or ``b""``."""
+        """Return the response that refuses the peer of this connection; ``b""`` if the
+        peer is admitted. Sends nothing."""
 
 
 class PortConnection(asyncio.Protocol):

@@ -19,8 +19,8 @@ def naming_limits() -> Iterator[None]:
 
     It is put around forks and starts of threads. Other errors pass.
 
-    :raises OSError: EAGAIN, with the limit that was reached and the remedy, in place of
-        Python's own error.
+    :raises OSError: EAGAIN, with the limits that may have been reached and the remedy
+        (:func:`no_process`), in place of Python's own error.
     """
     try:
         yield
@@ -36,7 +36,12 @@ def lacks_threads(error: BaseException) -> bool:
 
 
 def no_process() -> str:
-    """Return a text: why no process or thread can be started, and the remedy."""
+    """Return the text of an error for a process or thread that could not be started.
+
+    It lists the limits that may be the cause, with the present value of this user's
+    (``ulimit -u``), and the remedy. It does not examine which limit was reached, nor
+    whether a process could be started now.
+    """
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     user = "" if most == resource.RLIM_INFINITY else f"user {os.getuid()} may have {most} (ulimit -u), or "
     return (
@@ -48,7 +53,8 @@ def no_process() -> str:
 def describe_limit(error: OSError) -> tuple[str, str]:
     """Return two texts for people on an error: its meaning, and the remedy.
 
-    The first has the limit that was reached.
+    The first has the limit that was reached, as read from this process and ``/proc``
+    now: call it soon after the error.
 
     :param error: one whose ``errno`` is in :data:`SCARCE`.
     """

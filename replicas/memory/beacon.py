@@ -63,10 +63,12 @@ def own_door() -> str:
 
 
 def find(beacons: Sequence[Beacon]) -> int:
-    """Return the index of the first beacon that is on this host; -1 if there is none.
+    """Return the index of a beacon that is on this host; -1 if none was found.
 
-    A beacon is on this host if its nonce can be read: through ``/proc``, or else by the
-    socket of its process. This blocks for up to 4 s; call it on a thread.
+    A beacon names a random nonce in the memory of a process. It is on this host if the
+    nonce can be read there: all are tried through ``/proc``, in order, and then by the
+    sockets of their processes, until one can be. This blocks for up to 4 s; call it on
+    a thread.
     """
     until = time.monotonic() + _FIND_S - ANSWER_S
     for index, beacon in enumerate(beacons):

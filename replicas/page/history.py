@@ -73,10 +73,12 @@ class History:
         return found
 
     def parts(self) -> Iterator[tuple[str, Tree]]:
-        """Yield the history as (section, part), each made in about a millisecond:
-        section ``spans``, ``marks`` or ``events``, part objects by key.
+        """Yield the history in parts: (section, the objects of this part by key).
 
-        Do not feed events meanwhile.
+        Sections are ``spans``, in a part for each track and kind; ``marks``, in a part
+        for each track; and ``events``, in one part. The caller merges the parts of a
+        section. Keys are those of the page's document, such as ``sync17``. Each part is
+        made in about a millisecond. Do not feed events meanwhile.
         """
         most = self._most
         spans: dict[tuple[str, str], list[Span]] = {}

@@ -165,11 +165,13 @@ def _choose_file(folder: Path) -> Path:
 
 
 def _read_config(path: Path) -> str:
-    """Return the name of the weights' file that a model's config.json gives, or an
-    empty text if it gives none or is missing.
+    """Return the file of weights that a config.json names (``transformers_weights``).
 
-    :raises replicas.errors.UsageError: the config is malformed, or that file is
-        missing.
+    Return an empty text if it names none, or if there is no config.json.
+
+    :param path: of config.json. The returned name is relative to its folder.
+    :raises replicas.errors.UsageError: config.json cannot be read, or the file that it
+        names is missing.
     """
     if not path.is_file():
         return ""

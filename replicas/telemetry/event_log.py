@@ -324,8 +324,11 @@ def _whole_lines(file: BinaryIO) -> bytes:
 
 
 def _offset(file: BinaryIO, after: int) -> int:
-    """Return an offset of a line in the file, found by bisection, 32 KiB at most before
-    the first record above number ``after``."""
+    """Return the offset in bytes of a line from which a scan finds all records above
+    number ``after``, and reads about 32 KiB at most before the first of them.
+
+    Reads the file by bisection, and changes its position.
+    """
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > _WINDOW_NBYTES:
         middle = (low + high) // 2

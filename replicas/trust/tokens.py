@@ -206,13 +206,15 @@ class Tokens:
     # ------------------------------------------------------------ rotation
 
     def rotate(self, role: Role, secret: str | None = None) -> None:
-        """Make a new secret the present one of a role.
+        """Make a new secret the present one of a role; the caller saves it.
 
-        The one before becomes the previous one, still valid. The previous one until now
-        is retired, and its connections are ended.
+        The present one until now becomes the previous one, and stays valid. The
+        previous one until now becomes invalid, and the :meth:`watched` connections that
+        use it are ended.
 
         :param secret: the new secret; default: a random one.
-        :raises replicas.errors.UsageError: the secret is valid already.
+        :raises replicas.errors.UsageError: the secret is valid for the role already;
+            nothing was changed.
         """
         present = self._secrets[role]
         secret = new_secret() if secret is None else secret

@@ -215,8 +215,8 @@ class Feed:
                 raise ManifestMismatch(text, hint=hint)
 
     def known(self) -> dict[str, object] | None:
-        """Begin the walk unless begun; return all values of a module or mapping by
-        name, unchecked, or None for a stream."""
+        """Begin the walk unless begun; return all values by name, unchecked, or None if
+        the weights must be iterated over, as :func:`known_values` does."""
         self._open()
         return self._known
 
@@ -424,9 +424,10 @@ def _full(value: DTensor) -> torch.Tensor:
 
 
 def known_values(weights: object) -> dict[str, object] | None:
-    """Return the values of a module (parameters, persistent buffers) or mapping. An
-    object may have a method ``resident()``, which returns its names and tensors, or
-    None if it must be walked. Returns None for all other objects."""
+    """Return all values of ``weights`` by name: of a module its parameters and
+    persistent buffers, of a mapping its items, and of an object that is neither what
+    its method ``resident()`` returns. Return None if that method returns None or does
+    not exist: such weights must be iterated over."""
     if isinstance(weights, torch.nn.Module):
         state = _unwrapped(weights).state_dict(keep_vars=True)
         # without a module's own data, which is not a tensor

@@ -231,7 +231,8 @@ class Update:
         return each_name(found, self.manifest.aliases)
 
     def _of_this(self, look: Callable[[], _T]) -> _T:
-        """Return ``look()``, which maps the memory; its errors get this version."""
+        """Return ``look()``, which maps or seals the slot's memory. If it raises a
+        WorldError, such as NoCapacity, set that error's ``version``, and raise it."""
         try:
             return look()
         except errors.WorldError as error:
@@ -253,13 +254,12 @@ class Update:
     def changes(self) -> Iterator[Change]:
         """Iterate over the changes since :attr:`base`, the version loaded last.
 
-        Each name comes once, as when iterating, changed or not. It is compared when the
-        iteration reaches it, bit by bit, so that no NaN hides a change. A tensor comes
-        whole if more than an eighth of its elements has changed. All come whole if
-        there is no base, or its memory was reused for a later version (with two
-        ``slots`` it lasts until the next publish, and with more for longer); if names,
-        dtypes or shapes differ; or with ``staging = "device"``. Whole tensors are as
-        those of iterating, positions and values private copies.
+        Each name comes once, changed or not. It is compared when the iteration reaches
+        it, bit by bit, so that no NaN hides a change. A tensor comes whole if over an
+        eighth of its elements changed. All do if there is no base, or its memory was
+        reused for a later version (with two ``slots`` at the next publish, with more
+        later); if names, dtypes or shapes differ; or with ``staging = "device"``. Whole
+        tensors are as when iterating; positions and values are copies.
 
         :raises replicas.errors.NoCapacity: open files or mappings are at their limit.
         :raises replicas.errors.UsageError: the update has ended.
@@ -415,7 +415,7 @@ class Update:
         return True
 
     def _touch(self) -> Slot:
-        """Under the lock: mark the update as used, return its slot; raise if ended."""
+        """Under the lock: mark as used, return the slot; UsageError if it has ended."""
         self._check_process()
         slot = self._slot
         if slot is None or self._over:

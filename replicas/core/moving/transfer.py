@@ -224,8 +224,8 @@ class Transfer:
             self._refuse(state.member, errors.Preflight(text, phase="form", hint=hint))
 
     def _retry(self, reason: str, now: float, why: str = "") -> None:
-        """Withdraw the attempt; start another, with an event of this ``reason``, if any
-        member still needs the version, else end. ``why``: text for the event."""
+        """Withdraw the attempt; emit an event of ``reason``, with the text ``why``, if
+        members need the version. Start another, or end the transfer if none is due."""
         self.attempt.close(reason)
         if self.needers:
             self._context.emit_retried(reason, why)

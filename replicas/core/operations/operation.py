@@ -48,7 +48,7 @@ class Operation:
 
     Its states are the table :data:`replicas.core.base.membership.OPERATION`.
 
-    :ivar posts: of the current participants.
+    :ivar posts: the calls of the current participants, one of each member.
     :ivar root_post: the root's post, or None without a root.
     :ivar first: the members that the posts expect, in order.
     :ivar number: of the current attempt. ``ref`` names the operation.
@@ -111,7 +111,11 @@ class Operation:
 
     @property
     def participants(self) -> tuple[Member, ...]:
-        """The members of its posts, in their order."""
+        """The members that take part, without those that were left out; each once.
+
+        In the order of :attr:`posts`, which are their calls of the operation: by group,
+        replica and rank; in a version's broadcast the holder first.
+        """
         return tuple(post.member for post in self.posts)
 
     @property
@@ -121,7 +125,7 @@ class Operation:
 
     @property
     def root(self) -> int:
-        """Index of the root's post among the posts, or -1 without a root."""
+        """Index of the root among :attr:`participants`, or -1 without a root."""
         return self.posts.index(self.root_post) if self.root_post in self.posts else -1
 
     @property

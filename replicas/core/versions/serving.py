@@ -57,16 +57,20 @@ def due(ledger: Ledger, config: ChannelConfig, state: MemberState, canary: froze
 
 
 class Serving:
-    """Tells members of commits, and decides about the candidate of one channel.
+    """Tells a channel's members of commits; promotes or rejects its candidate.
+
+    The *candidate* is the committed version that only its *canary*, a few replicas,
+    loads so far.
 
     :ivar exposed: the newest version that any target was told, and may serve.
     :ivar canary: replicas that are told of the candidate.
     """
 
     def __init__(self, context: ChannelContext, rounds: LoadRounds) -> None:
-        """Start without a canary; tell nothing.
+        """Begin with no replica chosen as canary; send and decide nothing.
 
-        :param rounds: tell which version each replica serves.
+        :param context: the channel's members, decisions so far, and outbox.
+        :param rounds: know which version each replica serves.
         """
         self._context, self._rounds, self._ledger = context, rounds, context.ledger
         self._config = context.config

@@ -90,11 +90,13 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """The version to load.
 
-    :param version: the version's number; 0 ends an update that was left open.
+    :param version: the version's number; 0 loads none: the worker raises an error, by
+        which vLLM ends the weight update that it has begun.
     :param timeout_s: seconds until this worker must have the version's bytes.
     :param check: only check whether the version fits.
     :param prove: compare the loaded tensors with the version.
-    :param refuse: with version 0: the reason to refuse the version that was checked.
+    :param refuse: with version 0: the reason to refuse the version that was checked;
+        empty: the worker keeps that version open.
     """
 
     version: int
@@ -204,8 +206,8 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         into the model, layer by layer. The version stays open here, also after an error
         in the load, which leaves the model a mixture of two versions.
 
-        :param update_info: which version. With ``check`` only check that it fits; with
-            ``prove`` only compare the loaded model with it.
+        :param update_info: which version (0: as :meth:`_open_update`). With ``check``
+            only check that it fits; with ``prove`` only compare the loaded model.
         :raises replicas.errors.ReplicasError: it is not the version that the channel
             gives to this replica, or it does not fit: then no version is open, and the
             model is as before.
@@ -270,14 +272,17 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Return the update (the version's memory, held for reading) of the version
         that ``info`` requests; receive that version unless it is open here already.
 
-        If another version is open, report that first: as failed if its load has begun,
-        else as refused.
+        If another version is open, end that first, and report it: as failed if its load
+        has begun, else as refused.
 
-        :param info: vLLM's request. Version 0 requests none: SyncError is raised. If it
-            has a reason in ``info.refuse``, the open version is reported as refused
-            before, unless its load has begun.
-        :raises replicas.errors.SyncError: the channel gave this replica another
-            version, or none within ``info.timeout_s``.
+        :param info: vLLM's request. With version 0, SyncError is always raised. Before,
+            an open version is ended, and reported as refused, if there is a reason in
+            ``info.refuse`` and the load of the open version has not begun. In all other
+            cases the open version stays open.
+        :raises replicas.errors.SyncError: version 0 was requested; or the channel gave
+            this replica another version, which is reported as refused, or none within
+            ``info.timeout_s``: then no version is open.
+        :raises replicas.errors.UsageError: no channel was joined.
         """
         channel = self._channel
         if channel is None:

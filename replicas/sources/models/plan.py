@@ -321,7 +321,14 @@ def _signature(model: nn.Module) -> list[object]:
 
 
 def _places(modules: list[nn.Module]) -> Iterator[tuple[_Place, torch.Tensor | None]]:
-    """Yield the place of each parameter and buffer of these modules, and the tensor."""
+    """Yield (place, tensor) of each parameter and buffer of these modules.
+
+    A place is a module's index in ``modules``, ``"_parameters"`` or ``"_buffers"``, and
+    the name in that module. A tensor that several places share comes once for each. It
+    is None where the module has registered None, as for a missing bias.
+
+    :param modules: all modules, as of ``model.modules()``: submodules are not walked.
+    """
     for number, module in enumerate(modules):
         for kind in ("_parameters", "_buffers"):
             for name, tensor in module.__dict__[kind].items():
@@ -333,6 +340,8 @@ def _form_of_all(modules: list[nn.Module]) -> list[object]:
 
     They have modules of the same kinds and names, and tensors of the same dtypes and
     shapes that are tied alike.
+
+    :param modules: all modules of the model, as of ``model.modules()``.
     """
     first: dict[object, int] = {}
     found: list[object] = []
@@ -367,7 +376,8 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name, not detached.
+    """Return parameters and persistent buffers by name, not detached, also those of
+    submodules. A tensor that is tied comes under each of its names.
 
     Other state of a module, which is not a tensor, is left out.
     """

@@ -141,10 +141,11 @@ class ShimProcess:
         self._control.send({"type": "rendezvous", "host": host, "port": port})
 
     def stop(self, timeout_s: float, *, stacks: bool = False, broken: str = "") -> None:
-        """Order SIGTERM now, SIGKILL after ``timeout_s``; later calls can shorten that.
+        """Order the shim to send its processes SIGTERM now, and SIGKILL later.
 
-        Does not wait for the shim.
+        Does not wait for the shim. A further call can make the SIGKILL earlier.
 
+        :param timeout_s: seconds until those that are left get SIGKILL.
         :param stacks: first save all stacks to their logs, which takes up to 3 s.
         :param broken: why the part cannot run on; empty if the stop was ordered.
         """
@@ -155,9 +156,10 @@ class ShimProcess:
         self._control.send({"type": "stacks"})
 
     def kill(self) -> None:
-        """SIGKILL the shim, unless it has ended. Its processes are killed after it.
+        """SIGKILL the shim, unless it has ended; does not wait.
 
-        They are found by the shim's mark in their environment.
+        When the shim has ended, by this call or not, this object kills the processes
+        that the shim has left (:meth:`_sweep`).
         """
         if not self._finishing:
             send_signal(self._pidfd, signal.SIGKILL)
@@ -244,9 +246,11 @@ class ShimProcess:
         self._sweeper = self._loop.create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        """Kill the shim's processes until none is left; report those that remain.
+        """Kill the processes that the dead shim has left, until there are none.
 
-        Looks in a thread. At the end, remove the part's control group.
+        They have its mark in their environment, or are in the part's control group or
+        the shim's last report. Looks in a thread. Those that remain are shown in
+        :attr:`state`. At the end, remove the control group, and report the part gone.
         """
         groups = [Path(self.spec.cgroup)] if self.spec.cgroup else []
         sweep = Sweep(by_mark([self.spec.nonce]), groups=groups, known=dict(self.state.belongings.processes))

@@ -207,7 +207,8 @@ class Shims:
         self.changed()
 
     def stop_all(self, timeout_s: float) -> None:
-        """Order SIGTERM for all processes now, and SIGKILL after ``timeout_s``.
+        """Order all shims to send their processes SIGTERM, and SIGKILL ``timeout_s``
+        (seconds) later.
 
         Does not wait; :attr:`empty` is set when none is left.
         """
@@ -215,7 +216,10 @@ class Shims:
             shim.stop(timeout_s)
 
     def kill_all(self) -> None:
-        """SIGKILL the living shims; the processes below them are then killed, too."""
+        """SIGKILL the living shims; does not wait.
+
+        After the end of each shim, this agent kills the processes that it has left.
+        """
         for shim in self._living():
             shim.kill()
 

@@ -200,7 +200,10 @@ class ShimHandle:
         self.stop(0.0)
 
     def kill(self) -> None:
-        """Order SIGKILL for the shim; its agent then kills its processes."""
+        """Order SIGKILL for the shim, and do not wait for its end.
+
+        Its agent then kills the processes that it has left.
+        """
         self._send(Kill(self.nonce))
 
     async def stacks(self) -> dict[str, str]:

@@ -151,7 +151,11 @@ def _keys_on(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _random(count: int, device: torch.device) -> torch.Tensor:
-    """Return ``count`` fixed odd pseudo-random numbers (splitmix64 of a counter)."""
+    """Return ``count`` odd pseudo-random numbers, int64, in a new tensor on ``device``.
+
+    They are the same in each call, on each device: splitmix64 of a counter from 1. They
+    are computed on the thread's current stream, without a wait.
+    """
     state = (
         torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(0x9E3779B97F4A7C15 - (1 << 64)).add_(_SEED)
     )

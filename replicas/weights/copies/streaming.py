@@ -60,9 +60,10 @@ class MemoryMoved(Exception):
 
 
 def _load() -> Any:
-    """Load the compiled C library; return its function that copies runs of bytes.
+    """Load the compiled C library; return its function that :func:`copy_runs` calls.
 
-    Return None if it is missing, or of another release.
+    Return None if the library is missing or cannot be loaded, or if that function is
+    not in it, as in one of an old release.
     """
     try:
         library = ctypes.PyDLL(str(LIBRARY))
