@@ -11,7 +11,7 @@ import msgspec
 from replicas.common.sizes import size_text
 from replicas.config.structs import Config, GroupConfig
 
-_RESTARTING = ("nproc_per_node", "nnodes", "command", "launcher", "resources", "placement", "env", "cwd")
+_RESTARTING = ("nproc_per_node", "nnodes", "command", "launcher", "preload", "resources", "placement", "env", "cwd")
 """Fields of a group for the start of its processes, which a change restarts."""
 _WITHOUT_EFFECT = ("name", "replicas", "env_file")
 _started_with = attrgetter(*_RESTARTING)

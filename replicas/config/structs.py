@@ -260,6 +260,10 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     a script starts and restarts the programs, which are then only counted, shown and
     made ready when they join.
     """
+    preload: Annotated[tuple[str, ...], forms.modules] = ()
+    """Modules that a process of the node loads once, from which the group's processes
+    are forked. Set it when loading them is what a restart waits for.
+    """
     depends_on: Annotated[tuple[Dependency, ...], dependencies] = ()
     """The group starts when each replica of these groups is ready or finished, or with
     :finished has finished. Set "GROUP:finished" for a group that prepares data or

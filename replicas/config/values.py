@@ -212,10 +212,7 @@ def _strings(place: Place, value: object, what: str) -> Any:
 
 @form("list of group names", f"at most {NAMED_MAX}")
 def names(place: Place, value: object) -> Any:
-    """Return ``value``, a list of group names, as a tuple.
-
-    For any other value add a problem to ``place``, and return UNSET.
-    """
+    """Return ``value``, group names, as a tuple; else UNSET, a problem of ``place``."""
     found = _strings(place, value, "group names")
     if found is not UNSET and len(found) > NAMED_MAX:
         return place.problem(f"expected at most {NAMED_MAX} group names, got {len(found):,}")
@@ -238,6 +235,16 @@ def command(place: Place, value: object) -> Any:
     if any("\0" in word for word in words):
         return place.problem("contains a NUL character")
     return words
+
+
+@form("list of modules", 'each as in an import, such as "torch"')
+def modules(place: Place, value: object) -> Any:
+    """Return names of modules as a tuple; add a problem to ``place`` for a bad one."""
+    found = _strings(place, value, 'modules such as ["torch", "transformers"]')
+    for one in () if found is UNSET else found:
+        if not all(part.isidentifier() for part in one.split(".")):
+            place.problem(f'expected modules such as "torch", got {show(one)}')
+    return found
 
 
 @form("list of options", 'each as one string, such as "--account=grpo"')
@@ -279,19 +286,13 @@ def labels(place: Place, value: object) -> Any:
 
 @form("true or false")
 def flag(place: Place, value: object) -> Any:
-    """Return ``value`` if it is a bool.
-
-    For any other value add a problem to ``place``, and return UNSET.
-    """
+    """Return ``value`` if it is a bool; else UNSET, a problem of ``place``."""
     return value if isinstance(value, bool) else place.problem(f"expected true or false, got {show(value)}")
 
 
 @form("number")
 def number(place: Place, value: object) -> Any:
-    """Return the number ``value`` as a float.
-
-    For any other value add a problem to ``place``, and return UNSET.
-    """
+    """Return the number ``value`` as a float; else UNSET, a problem of ``place``."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return place.problem(f"expected a number, got {show(value)}")

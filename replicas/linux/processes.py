@@ -35,6 +35,8 @@ ROOM_FOR_MARK = {NO_MARK: "0" * 32}  # as long as a nonce
 """The variables that a process must start with for :func:`set_mark`."""
 SHIM = "replicas.supervisor.shim.shim"
 """Module of the shim, as it appears in a shim's command line."""
+LAUNCHER = "replicas.supervisor.shim.launcher"
+"""Module of torchrun's launcher."""
 START_TIME = 19
 """Index in :func:`stat_fields` of the start time, in clock ticks from boot."""
 _DEAD = ("Z", "X", "x")
@@ -45,13 +47,26 @@ _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 
+class ForkedProcess:
+    """A child that was forked here (:mod:`replicas.linux.forking`), as a Popen."""
+
+    def __init__(self, pid: int) -> None:
+        """Name the child; its starter reaps it."""
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        """Wait for the child's end, and return its exit code, as Popen does."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
 class Child:
     """A direct child process, reaped by its starter's loop.
 
     ``code`` is its exit code, None while it lives.
     """
 
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes] | ForkedProcess) -> None:
         """Take over a started process; open its pidfd, which :meth:`ended` closes."""
         self.popen = popen
         self.pid = popen.pid

@@ -30,22 +30,22 @@ def lasting(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(_LASTING)}
 
 
-def describe_own_place() -> list[int]:
+def describe_own_place(output: int = 2, environment: Mapping[str, str] = os.environ) -> list[int]:
     """Return three new descriptors of this process, to be sent to a forked helper.
 
-    They are its pidfd, its stderr, and a memfd with a copy of its environment. The
-    caller owns them; the helper process, a sidecar of this rank, passes them to
-    :func:`join_place`.
+    They are its pidfd, a duplicate of ``output``, and a memfd with a copy of the
+    environment. The caller owns them; the helper process, such as a sidecar of this
+    rank, passes them to :func:`join_place`.
     """
     fds = [os.pidfd_open(os.getpid())]
     try:
         try:
-            fds.append(os.dup(2))
+            fds.append(os.dup(output))
         except OSError:  # it is closed
             fds.append(os.open(os.devnull, os.O_WRONLY))
         fds.append(os.memfd_create("environment"))
         with open(fds[-1], "wb", closefd=False) as file:  # a descriptor
-            file.write(b"\0".join(name + b"=" + value for name, value in os.environb.items()))
+            file.write(b"\0".join(os.fsencode(f"{name}={value}") for name, value in environment.items()))
     except BaseException:
         for fd in fds:
             os.close(fd)

@@ -31,7 +31,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from replicas import __version__, environ
 from replicas.common.logs import end_process
@@ -53,15 +53,35 @@ class _Client:
         """Its pidfd, output and environment; empty until it presents the secret."""
 
 
+class ShimForks(Protocol):
+    """Forks the shims of a template."""
+
+    def problem(self) -> tuple[str, bool]:
+        """Return why none can be forked, or "", and whether a new process could."""
+
+    def fork(self, control: int, place: list[int], others: dict[str, int]) -> int:
+        """Fork a shim with these descriptors, and return its pid.
+
+        :raises OSError: the system allows no process.
+        """
+
+
 class ForkServer:
     """The forkserver's loop: serves ranks that connect, and forks sidecars for them.
 
-    A forked child calls ``run_sidecar(channel, pidfd)``.
+    A forked child calls ``run_sidecar(channel, pidfd)``. With ``shims``, it is a
+    group's template, which forks shims for the agent.
 
     :param listener: socket for all processes of this user that know the ``secret``.
     """
 
-    def __init__(self, run_sidecar: Callable[[socket.socket, int], None], listener: socket.socket, secret: str) -> None:
+    def __init__(
+        self,
+        run_sidecar: Callable[[socket.socket, int], None] | None,
+        listener: socket.socket,
+        secret: str,
+        shims: ShimForks | None = None,
+    ) -> None:
         """Register the listening socket with a selector.
 
         Accept nothing before :meth:`run`.
@@ -70,14 +90,15 @@ class ForkServer:
             pidfd)``: its socket to the rank, and a pidfd of the rank; never returns.
         :param listener: socket at which processes of this user connect.
         :param secret: that they must show.
+        :param shims: what a template's forked children become.
         """
-        self._run_sidecar = run_sidecar
+        self._run_sidecar, self._shims = run_sidecar, shims
         self._secret = secret
         self._selector = selectors.DefaultSelector()
         self._listener = listener
         self._clients: set[_Client] = set()
         self._children: dict[int, _Client] = {}
-        """The owner of each sidecar, by the sidecar's pidfd."""
+        """The owner of each child, by the child's pidfd."""
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def run(self) -> NoReturn:
@@ -118,8 +139,11 @@ class ForkServer:
                     self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._drop(client))
                     client.place, fds = fds, []  # owned from now on: register() may have failed
                     frames.write_packet(client.sock, wire.Attached())
-                case wire.Fork(), [channel] if client.place:
+                case wire.Fork(), [channel] if client.place and self._run_sidecar is not None:
                     self._fork(client, channel)
+                case wire.ForkShim(others=names), [_, *others] if client.place and len(names) == len(others):
+                    taken, fds = fds, []  # the child closes or uses them
+                    self._fork_shim(client, taken, names)
                 case _:
                     self._drop(client)
         except OSError:  # the client is gone, or sent a malformed message
@@ -154,6 +178,35 @@ class ForkServer:
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(pidfd))
         frames.write_packet(client.sock, wire.Forked(child), [pidfd])
 
+    def _fork_shim(self, client: _Client, fds: list[int], names: tuple[str, ...]) -> None:
+        """Fork a shim, and reply its pid and pidfd, or ForkFailed with the reason.
+
+        If files have changed, exit after that reply: the keeper starts another process.
+
+        :param fds: the shim's control socket, and those that are named; closed here.
+        """
+        assert self._shims is not None
+        why, stale = self._shims.problem()
+        try:
+            if not why:
+                pid = self._shims.fork(fds[0], client.place, dict(zip(names, fds[1:], strict=True)))
+        except OSError as error:
+            why = str(error)
+        frames.close_all(fds)
+        if why:
+            frames.write_packet(client.sock, wire.ForkFailed(why))
+            if stale:
+                sys.exit(f"replicas: ending this template: {why}")
+            return
+        pidfd = os.pidfd_open(pid)
+        self._children[pidfd] = client
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(pidfd))
+        try:
+            frames.write_packet(client.sock, wire.Forked(pid), [pidfd])
+        except OSError:  # the agent will start another
+            send_signal(pidfd, signal.SIGKILL)
+            raise
+
     def _become_sidecar(self, server: int, channel: int, client: _Client) -> None:
         """Run the sidecar in the forked child, and end the process; never return.
 
@@ -169,6 +222,7 @@ class ForkServer:
             _set_variables()
             pidfd = client.place[0]
             self._forget_everything(keep={0, 1, 2, channel, pidfd})
+            assert self._run_sidecar is not None
             self._run_sidecar(socket.socket(fileno=channel), pidfd)
             code = 0
         except BaseException as error:  # noqa: BLE001  # a child must never return into the server's loop
@@ -194,13 +248,13 @@ class ForkServer:
     def _drop(self, client: _Client) -> None:
         """Close a client's connection and pidfd, and send its sidecars SIGKILL.
 
-        Does nothing for a client that was dropped.
+        Does nothing for a client that was dropped. Shims end by themselves, in order.
         """
         if client not in self._clients:
             return
         self._clients.remove(client)
         for pidfd, owner in self._children.items():
-            if owner is client:
+            if owner is client and self._shims is None:
                 send_signal(pidfd, signal.SIGKILL)
         self._selector.unregister(client.sock)
         client.sock.close()
@@ -209,11 +263,18 @@ class ForkServer:
             frames.close_all(client.place)
 
     def _reap(self, pidfd: int) -> None:
-        """Forget a sidecar that has ended; collect its status, close ``pidfd``."""
-        del self._children[pidfd]
+        """Forget a child that has ended; collect its status, close ``pidfd``.
+
+        Tell a shim's owner its exit code.
+        """
+        owner = self._children.pop(pidfd)
         self._selector.unregister(pidfd)
-        os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+        found = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
         os.close(pidfd)
+        if self._shims is not None and owner in self._clients and found is not None:
+            code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            with contextlib.suppress(OSError):  # the agent does not read, or is gone
+                frames.write_packet(owner.sock, wire.Ended(code))
 
 
 def _set_variables() -> None:

@@ -32,7 +32,7 @@ import secrets
 import select
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from replicas import environ
@@ -53,18 +53,24 @@ AGAIN = Backoff(0.1, 6.4)
 
 
 @naming_limits()
-def start_forkserver(environment: Mapping[str, str], listener: int) -> subprocess.Popen[bytes]:
+def start_forkserver(
+    environment: Mapping[str, str], listener: int, command: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
     """Start a forkserver process on a listening socket; its output goes to our stderr.
 
     :param environment: all variables of the process.
     :param listener: descriptor of the socket, which the process inherits.
+    :param command: of a template (:mod:`replicas.supervisor.shim.template`); default:
+        of a forkserver of sidecars.
     :raises OSError: the process cannot be started.
     """
+    words = [*(command or python_module("replicas.sidecar.forkserver")), "--listener", str(listener)]
+    options = popen_arguments(environment)
     return subprocess.Popen(
-        python_module("replicas.sidecar.forkserver", "--listener", str(listener), "--parent", str(os.getpid())),
+        [*words, "--parent", str(os.getpid())],
         stdout=2 if Path("/proc/self/fd/2").exists() else subprocess.DEVNULL,
         pass_fds=(listener,),
-        **popen_arguments(environment),
+        **(options | ({"env": environment} if command else {})),  # a template has the path of its ranks
     )
 
 
@@ -80,17 +86,20 @@ class KeptForkserver:
     :raises OSError: the socket cannot be bound.
     """
 
-    def __init__(self, environment: Mapping[str, str], given_up: Callable[[str], None]) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], given_up: Callable[[str], None], command: Sequence[str] = ()
+    ) -> None:
         """Bind the socket, and wait for connections on the loop; start no process.
 
         :param environment: variables of the process.
+        :param command: its command line, as for :func:`start_forkserver`.
         :param given_up: called once, on the loop, with the reason as text, when the
             process failed so often in a row that it is not started again; not after
             :meth:`kill`.
         :raises OSError: the socket cannot be bound.
         """
         self._loop = asyncio.get_running_loop()
-        self._given_up = given_up
+        self._given_up, self._command = given_up, command
         address = SocketAddress(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16))
         self.address = str(address)
         self._environment = {**environment, environ.FORKSERVER: self.address, **ROOM_FOR_MARK}
@@ -166,7 +175,7 @@ class KeptForkserver:
         now = self._loop.time()
         self._life.start(now)
         try:
-            self._child = Child(start_forkserver(self._environment, self._listener.fileno()))
+            self._child = Child(start_forkserver(self._environment, self._listener.fileno(), self._command))
         except OSError as error:
             self._ended(f"cannot be started ({error}), or died,")
             return

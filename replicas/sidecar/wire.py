@@ -8,7 +8,9 @@ Packets and frames are those of :mod:`replicas.linux.frames`.
 * Rank and forkserver: SOCK_SEQPACKET, one message per packet. The rank first sends
   :class:`Attach`, answered by :class:`Attached` once torch is loaded, or by
   :class:`OtherRelease`. Each :class:`Fork` is answered by :class:`Forked`, or by
-  :class:`ForkFailed`. The answers come in the order of the requests.
+  :class:`ForkFailed`. The answers come in the order of the requests. An agent and a
+  template (:mod:`replicas.supervisor.shim.template`) do the same with
+  :class:`ForkShim`, and :class:`Ended` tells the shim's end.
 * Rank and sidecar: SOCK_STREAM, frames. Requests carry an ``id`` and are handled one
   after another; each is answered by exactly one reply with the same ``id``. Buffers are
   sent once (:class:`MapBuffer`) and named by a key from then on. A sidecar whose group
@@ -77,18 +79,36 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
     """Descriptor: the sidecar's end of its channel."""
 
 
+class ForkShim(msgspec.Struct, frozen=True, tag=True):
+    """To a template, for a shim with the output and environment of the Attach.
+
+    Descriptors: the shim's end of its control socket, and those that ``others`` names.
+    """
+
+    others: tuple[str, ...] = ()
+
+
 class Forked(msgspec.Struct, frozen=True, tag=True):
-    """Descriptor: a pidfd of the sidecar."""
+    """Descriptor: a pidfd of the sidecar or shim."""
 
     pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """The forked shim has ended.
+
+    :param code: its exit code, or minus the signal that killed it.
+    """
+
+    code: int
 
 
 class ForkFailed(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-ForkserverRequest = Attach | Fork
-ForkserverReply = Attached | OtherRelease | Forked | ForkFailed
+ForkserverRequest = Attach | Fork | ForkShim
+ForkserverReply = Attached | OtherRelease | Forked | ForkFailed | Ended
 
 
 class _Numbered(msgspec.Struct, frozen=True):

@@ -227,7 +227,7 @@ class Run:
             code = self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
             asked = [self._look("status"), self._look("stacks")]
-            logs = [path.read_text(errors="replace")[-2000:] for path in self.state_dir.glob("logs/*/*/gen-*/*")]
+            logs = [path.read_text(errors="replace")[-2000:] for path in self.state_dir.glob("logs/*/*/gen-*/*.log")]
             what = "\n".join([*self.said(), *asked, *logs])
             raise AssertionError(f"the run has not ended within {timeout_s:g} s:\n{what}") from None
         while (line := self._queue.get(timeout=5)) is not None:

@@ -6,17 +6,62 @@ differ in environment variables that a process reads only at its start have a se
 forkserver (:func:`replicas.linux.rank_environment.lasting`). A forkserver that no
 replica of the node uses ends when the next replica starts. The replicas of one that is
 given up (:mod:`replicas.sidecar.kept_forkserver`) cannot sync, and are ended.
+
+The *template* of a group is such a process, too, with the group's modules loaded: it
+forks the shims (:mod:`replicas.supervisor.shim.template`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 from replicas import environ
+from replicas.common import own_code
+from replicas.common.logs import Log
+from replicas.linux.helpers import TORCHRUN, interpreter
+from replicas.linux.processes import LAUNCHER, MARK
 from replicas.linux.rank_environment import lasting
 from replicas.sidecar.kept_forkserver import KeptForkserver
 from replicas.supervisor.agent.shim_process import base_environment
+from replicas.supervisor.wire.orders import PartSpec
+
+log = Log("replicas.agent")
+
+_OWN = (environ.LOG_DIR, environ.REPLICA, environ.REPLICAS, environ.GENERATION, environ.FORKSERVER, MARK)
+"""Variables that differ between the replicas or generations of a group."""
+_DEVICES = ("CUDA_VISIBLE_DEVICES",)
+"""Read when a process first uses a GPU, which a template does not."""
+_ROOM_NBYTES = 4096
+"""Room for the command line of a forked process."""
+
+
+def template_environment(spec: PartSpec) -> dict[str, str]:
+    """Return the environment in which the modules of a part's template are loaded.
+
+    It is that of the part's ranks, but for what differs between replicas.
+    """
+    env = {name: value for name, value in spec.env.items() if name not in (*_OWN, *_DEVICES)}
+    env = {name: value for name, value in env.items() if not name.startswith(TORCHRUN)}
+    if spec.launcher == "torchrun" and spec.nproc_per_node > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, for several workers
+    return own_code.rooted(env, spec.cwd)
+
+
+def template_command(spec: PartSpec) -> list[str]:
+    """Return the command line of a part's template."""
+    program = Path(spec.cwd, spec.command[0])
+    folder = program.resolve().parent if program.suffix == ".py" else spec.cwd
+    file = Path(__file__).parent.parent / "shim" / "template.py"
+    options = {
+        "--launcher": LAUNCHER if spec.launcher == "torchrun" else "",
+        "--modules": ",".join(spec.preload),
+        "--cwd": spec.cwd,
+        "--path": str(folder),
+        "--room": "-" * _ROOM_NBYTES,
+    }
+    return [interpreter(), "-u", str(file), *(f"{name}={value}" for name, value in options.items())]
 
 
 class Forkservers:
@@ -37,6 +82,8 @@ class Forkservers:
         """
         self._broken = broken
         self._kept: dict[frozenset[tuple[str, str]], KeptForkserver] = {}
+        self._templates: dict[str, tuple[object, KeptForkserver]] = {}
+        """By group: what the template depends on, and its process."""
 
     def address(self, environment: Mapping[str, str], *, ahead: bool) -> str:
         """Return the socket address of the forkserver for ranks with this environment.
@@ -64,9 +111,37 @@ class Forkservers:
             if one.address not in addresses:
                 self._kept.pop(key).kill()
 
+    def template(self, spec: PartSpec) -> str:
+        """Return the address of the template from which the part's processes fork.
+
+        It is started at the group's first part, and replaced when what it depends on
+        has changed. Return "" if the group has none, or the system refuses it.
+        """
+        if not spec.preload:
+            return ""
+        env = template_environment(spec)
+        needs = spec.preload, spec.cwd, spec.command, env
+        known, kept = self._templates.get(spec.group, (None, None))
+        if kept is None or known != needs:
+            if kept is not None:
+                kept.kill()
+            try:
+                kept = KeptForkserver(env, lambda reason: self._no_template(spec.group, reason), template_command(spec))
+            except OSError as error:
+                self._no_template(spec.group, str(error))
+                return ""
+            self._templates[spec.group] = needs, kept
+            kept.need()
+        return "" if kept.over else kept.address
+
+    def _no_template(self, group: str, reason: str) -> None:
+        """Log that the group's processes are started without a template from now on."""
+        log.warning("starting the processes of %s without their template, as it %s", group, reason)
+
     async def aclose(self) -> None:
-        """Kill all forkservers, and wait up to 5 s for their ends."""
-        await asyncio.gather(*(one.aclose() for one in self._kept.values()))
+        """Kill all forkservers and templates, and wait up to 5 s for their ends."""
+        templates = (kept for _, kept in self._templates.values())
+        await asyncio.gather(*(one.aclose() for one in (*self._kept.values(), *templates)))
 
     def _given_up(self, key: frozenset[tuple[str, str]], reason: str) -> None:
         """Forget a forkserver that does not run, and call ``broken`` with its address.

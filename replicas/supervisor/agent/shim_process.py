@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -21,8 +22,9 @@ from replicas.common.logs import Log
 from replicas.common.patience import PAUSE_S, Silence
 from replicas.linux import cgroups, private
 from replicas.linux.helpers import popen_arguments, python_module
-from replicas.linux.processes import MARK, SHIM, command_line, send_signal, signal_name
+from replicas.linux.processes import MARK, SHIM, command_line, send_signal, signal_name, start_time
 from replicas.linux.scarce import naming_limits
+from replicas.supervisor.agent.shim_fork import ShimFork
 from replicas.supervisor.cleanup.sweeping import UNSEEN, Sweep, by_mark
 from replicas.supervisor.logs.pump import is_pump
 from replicas.supervisor.wire import orders
@@ -37,6 +39,8 @@ _SILENT_S = 1.5
 _SWEEP_S = 2.0
 """Duration of the first sweep. Processes that are left are reported and swept again."""
 _MAX_SWEEP_INTERVAL_S = 1.0
+_CODE_S = 0.5
+"""How long after the end of a forked shim its template may take to tell the code."""
 
 
 def base_environment() -> dict[str, str]:
@@ -62,15 +66,21 @@ class ShimProcess:
     :ivar stacks: received stacks by ``group/replica/rank``; the reader sets it to None.
     """
 
-    def __init__(self, spec: PartSpec, changed: Callable[[], None], lock: int | None = None) -> None:
+    _fork: ShimFork | None = None
+
+    def __init__(
+        self, spec: PartSpec, changed: Callable[[], None], lock: int | None = None, template: str = ""
+    ) -> None:
         """Start the process of the shim, send it the spec, and watch it on the loop.
 
         :param changed: called on the loop after each change of :attr:`state` or
             :attr:`stacks`.
         :param lock: descriptor of a lock, which the shim keeps open while it lives.
+        :param template: address of the template that forks it, perhaps later; if that
+            fails, it is started without. Empty: there is none.
         :raises OSError: the process cannot be started, or the spec is too long.
         """
-        self.spec = spec
+        self.spec, self.template, self._lock = spec, template, lock
         self.stacks: dict[str, str] | None = None
         self._changed = changed
         self._unlogged: tuple[LogLoss, ...] = ()
@@ -81,47 +91,76 @@ class ShimProcess:
         self._answered_at = time.monotonic()
         self._silence = Silence(self._answered_at + _PING_INTERVAL_S)
         self._loop = asyncio.get_running_loop()
-        start = {"type": "start", "spec": plain(spec)}
-        if (nbytes := len(orders.encode(start))) > orders.FILE_MAX_NBYTES:
+        self._start = {"type": "start", "spec": plain(spec)}
+        if (nbytes := len(orders.encode(self._start))) > orders.FILE_MAX_NBYTES:
             text = f"its environment and command take {nbytes >> 10} KiB, more than may be sent: make the environment smaller"
             raise OSError(errno.EMSGSIZE, text)
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self.state = first_state(spec, 0)
+        self._launch()
+
+    def _launch(self) -> None:
+        """Start the process of the shim, or ask the template for it.
+
+        :raises OSError: it cannot be started.
+        """
         ours, theirs = orders.pair()
         ours.setblocking(False)
-        name = f"the shim of {spec.group}/{spec.replica}"
+        name = f"the shim of {self.spec.group}/{self.spec.replica}"
         self._control = MessageSocket(ours, name, self._handle_message, self._loop.remove_reader, log.error)
-        with theirs:
-            self._popen = self._spawn(theirs.fileno(), lock)
-        self.state = first_state(spec, self._popen.pid)._replace(losses=self._unlogged)
-        self._pidfd = os.pidfd_open(self._popen.pid)
-        self._loop.add_reader(ours, self._control.read)
-        self._loop.add_reader(self._pidfd, self._on_exit)
-        if not self._control.send(start):  # the shim has started no process, and ends
-            self._control.close()
-
-    @naming_limits()
-    def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
-        """Start the process of the shim, and return it.
-
-        :param control: descriptor of the shim's end of the message socket, for it to
-            inherit.
-        :param lock: descriptor of a lock for the shim to keep open, if any.
-        """
-        with ExitStack() as stack:
-            given = {"control": control, "parent": os.getpid()}
-            if lock is not None:
-                given["lock"] = lock
+        with theirs, ExitStack() as stack:
+            given = {"control": theirs.fileno()}
+            if self._lock is not None:
+                given["lock"] = self._lock
             if self.spec.tee:
                 given["tee"] = os.dup(2)
                 stack.callback(os.close, given["tee"])
-            words = (word for name, value in given.items() for word in (f"--{name}", str(value)))
-            log = stack.enter_context(self._log())
-            return subprocess.Popen(
-                python_module(SHIM, *words),
-                stdout=log,
-                stderr=log,
-                pass_fds=[value for name, value in given.items() if name != "parent"],
-                **popen_arguments({**os.environ, MARK: self.spec.nonce}),
-            )
+            output = stack.enter_context(self._log())
+            options = popen_arguments({**os.environ, MARK: self.spec.nonce})
+            if self.template:
+                self._fork = ShimFork(self.template, self, output.fileno(), options["env"], given)
+            else:
+                self._popen = _spawn(given, output, options)
+                self.forked(self._popen.pid, os.pidfd_open(self._popen.pid))
+        self._loop.add_reader(ours, self._control.read)
+
+    def forked(self, pid: int, pidfd: int) -> None:
+        """Watch the started process of the shim, and send it the spec."""
+        self._pidfd = pidfd
+        self._answered_at = time.monotonic()
+        self.state = self.state._replace(pid=pid, start_time=start_time(pid) or 0, losses=self._unlogged)
+        self._loop.add_reader(pidfd, self._on_exit)
+        if not self._control.send(self._start):  # the shim has started no process, and ends
+            self._control.close()
+        if self._popen is None:
+            self._changed()
+
+    def not_forked(self, reason: str) -> None:
+        """Start the process of the shim without its template; log why."""
+        log.warning("starting %s/%s without its template: %s", self.spec.group, self.spec.replica, reason)
+        self._control.close()  # a process that was forked nevertheless ends with it
+        self.template, self._fork = "", None
+        try:
+            self._launch()
+        except OSError as error:
+            self._end_unstarted(f"its shim, which starts the ranks, cannot be started: {error}")
+        else:
+            self._changed()
+
+    def _end_unstarted(self, why: str) -> None:
+        """Report the part as ended, as its shim has not been started."""
+        if self._fork is not None:
+            self._fork.close()
+        self._control.close()
+        self._finishing = True
+        self._change(report=ExitReport("lost", text=why) if why else ExitReport("stopped"))
+        self._all_gone()
+
+    @property
+    def _is_awaited(self) -> bool:
+        """True while the template has not forked the shim yet."""
+        return self._fork is not None and self._pidfd < 0 and not self._finishing
 
     def _log(self) -> IO[bytes]:
         """Open and return the shim's own log, or the null device if that fails.
@@ -149,6 +188,8 @@ class ShimProcess:
         :param stacks: first save all stacks to their logs, which takes up to 3 s.
         :param broken: why the part cannot run on; empty if the stop was ordered.
         """
+        if self._is_awaited:
+            self._end_unstarted(broken)
         self._control.send({"type": "stop", "timeout_s": timeout_s, "stacks": stacks, "broken": broken})
 
     def show_stacks(self) -> None:
@@ -161,7 +202,9 @@ class ShimProcess:
         When the shim has ended, by this call or not, this object kills the processes
         that the shim has left (:meth:`_sweep`).
         """
-        if not self._finishing:
+        if self._is_awaited:
+            self._end_unstarted("")
+        elif not self._finishing:
             send_signal(self._pidfd, signal.SIGKILL)
 
     def check_shim(self, now: float, lease_until: float | None, patience_s: float) -> None:
@@ -174,6 +217,9 @@ class ShimProcess:
             the same clock; None for no such time.
         :param patience_s: how long the shim runs without a ping; 0 for no limit.
         """
+        if self._is_awaited:
+            self._silence.answered()
+            return
         silent_s = self._silence.measure_silence(now)  # minus our own pauses
         self._silence.due = now + _PING_INTERVAL_S
         unheard_s = time.monotonic() - self._answered_at
@@ -230,14 +276,29 @@ class ShimProcess:
         """
         self._loop.remove_reader(self._pidfd)
         self._control.read_rest()
-        code = self._popen.wait()
+        if self._popen is not None:
+            self.ended(self._popen.wait())
+        elif self._fork is not None:  # its template knows the code
+            self._loop.call_later(_CODE_S, self.ended, None)
+
+    def ended(self, code: int | None) -> None:
+        """Report the end of the shim as that of its part, once.
+
+        :param code: its exit code; None: unknown, as its template has ended.
+        """
+        if self._finishing or not select.select([self._pidfd], [], [], 0)[0]:
+            return  # without the template, its end shows later
+        self._loop.remove_reader(self._pidfd)
+        self._control.read_rest()
         self._finishing = True
         os.close(self._pidfd)
-        if code == 0 and self._said_gone:
+        if self._fork is not None:
+            self._fork.close()
+        if not code and self._said_gone:
             self._all_gone()
             return
         ended = f"failed with code {code}" if code else "ended before the ranks"
-        if code < 0:
+        if code is not None and code < 0:
             ended = f"was killed by {signal_name(-code)}"
         report = self.state.report
         if report is None or (report.outcome == "ok" and code != 0):
@@ -274,3 +335,15 @@ class ShimProcess:
     def _all_gone(self) -> None:
         """Set :attr:`state`: no process of the part is left. Call ``changed``."""
         self._change(report=self.state.report or ExitReport("stopped"), remains=None, gone=True)
+
+
+@naming_limits()
+def _spawn(given: Mapping[str, int], output: IO[bytes], options: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    """Start the process of a shim, and return it.
+
+    :param given: descriptors for it to inherit, by the names of its options.
+    :param output: its log. :param options: further arguments of Popen.
+    """
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    command = python_module(SHIM, *words, "--parent", str(os.getpid()))
+    return subprocess.Popen(command, stdout=output, stderr=output, pass_fds=[*given.values()], **options)

@@ -46,15 +46,15 @@ class Shims:
         state_dir: Path,
         *,
         lock: int | None = None,
-        begin: Callable[[PartSpec, Callable[[], None], int | None], ShimProcess] = ShimProcess,
+        begin: Callable[[PartSpec, Callable[[], None], int | None, str], ShimProcess] = ShimProcess,
     ) -> None:
         """Begin without shims; start none.
 
         :param groups: the control groups of the run on this node.
         :param state_dir: folder of the node's logs and of the token for its ranks.
         :param lock: descriptor of a lock that shims keep held, if any.
-        :param begin: starts a shim, given its spec, a callback for changes, and
-            ``lock``; raises OSError.
+        :param begin: starts a shim, given its spec, a callback for changes, ``lock``,
+            and the address of its template, if any; raises OSError.
         """
         self.groups, self._state_dir, self._lock, self._begin = groups, state_dir, lock, begin
         self.changed: Callable[[], None] = lambda: None
@@ -124,7 +124,7 @@ class Shims:
             return
         try:
             spec = self._in_group(self._localized(PartSpec.of(order.spec)), order)
-            self._shims[nonce] = self._begin(spec, self._update_empty, self._lock)
+            self._shims[nonce] = self._begin(spec, self._update_empty, self._lock, self._forkservers.template(spec))
         except (OtherOrders, OSError) as error:
             report = ExitReport("lost", text=f"its shim, which starts the ranks, cannot be started: {error}")
             self._unstarted[nonce] = state._replace(report=report, gone=True)

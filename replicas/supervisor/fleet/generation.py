@@ -346,6 +346,7 @@ def _part_spec(
         stop_timeout_s=group.stop_timeout_s,
         nonce=nonce,
         sidecars=_sidecars(context, group.name),
+        preload=group.preload,
         rendezvous_timeout_s=group.health.start_timeout_s,
         log_max_nbytes=context.config.logs.max_nbytes,
         log_keep=context.config.logs.keep,

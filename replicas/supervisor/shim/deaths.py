@@ -213,6 +213,8 @@ class StoppedWatch:
         """Watch torchrun's process ``pid``; look at nothing before :meth:`is_stuck`."""
         self._pid = pid
         self._blind = Patience(0.0, _LOOK_INTERVAL_S)
+        self.has_dead_rank = False
+        """A rank that is not its child, but the shim's, has ended."""
         self.due = math.inf
         """When :meth:`is_stuck` must be called; inf for never."""
 
@@ -223,7 +225,7 @@ class StoppedWatch:
         """
         stopped = is_stopped(self._pid)
         self.due = now + _LOOK_INTERVAL_S if stopped else math.inf
-        return self._blind.measure_duration(now, stopped and has_zombie(self._pid)) > STOPPED_S
+        return self._blind.measure_duration(now, stopped and (self.has_dead_rank or has_zombie(self._pid))) > STOPPED_S
 
 
 def exit_report(

@@ -58,7 +58,8 @@ from replicas.common import own_code
 from replicas.common.foreign import lines, one_line
 from replicas.linux import inherited
 from replicas.linux.helpers import TORCHRUN
-from replicas.linux.processes import die_with_parent
+from replicas.linux.processes import LAUNCHER, die_with_parent
+from replicas.supervisor.shim.forked_workers import ForkedWorkers, fork_workers
 from replicas.supervisor.shim.starting import guard_command, guard_orders, where
 from replicas.supervisor.wire import orders
 from replicas.supervisor.wire.guard import GUARD
@@ -171,6 +172,8 @@ class _Rendezvous(RendezvousHandler):
 class _Agent(LocalElasticAgent):
     """torchrun's agent, which the end of a worker wakes immediately."""
 
+    workers: ForkedWorkers | None = None
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
         """Make torch's agent with the same arguments; start no worker."""
         super().__init__(*arguments, **named)
@@ -195,7 +198,9 @@ class _Agent(LocalElasticAgent):
 
         torch calls it in a loop, in this process's main thread.
         """
-        if self._watched is not self._pcontext and self._pcontext is not None:
+        if self.workers is not None:
+            self.workers.look(_LOOK_INTERVAL_S)
+        elif self._watched is not self._pcontext and self._pcontext is not None:
             self._watched, self._ends = self._pcontext, select.poll()
             for pid in self._pcontext.pids().values():  # not reaped yet, so the pids are valid
                 self._ends.register(os.pidfd_open(pid), select.POLLIN)
@@ -339,22 +344,26 @@ def launch(spec: PartSpec, control: socket.socket) -> ExitReport:
     return ExitReport("ok")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, control: socket.socket | None = None) -> int:
     """Receive the spec from the shim, run torchrun, and send the exit report.
 
     Return the exit code of this process: 0 if all workers succeeded, else 1.
 
     :param arguments: of the command line; default: those of this process.
+    :param control: the control socket, in a process that the shim has forked.
     """
-    parser = argparse.ArgumentParser(prog="replicas.supervisor.shim.launcher", description="started by the shim")
+    parser = argparse.ArgumentParser(prog=LAUNCHER, description="started by the shim")
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
     parser.add_argument("--parent", type=int, required=True, help="pid of the shim")
     options = parser.parse_args(arguments)
     inherited.put_in_order()
     die_with_parent(options.parent, signal.SIGTERM)
     forbid_pickles()
-    control = socket.socket(fileno=options.control)
-    control.set_inheritable(False)
+    if control is None:
+        control = socket.socket(fileno=options.control)
+        control.set_inheritable(False)
+    else:
+        _Agent.workers = fork_workers(control)
     try:
         spec = orders.receive_spec(control)
     except (orders.Malformed, orders.OtherOrders) as error:

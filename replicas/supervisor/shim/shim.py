@@ -40,6 +40,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from replicas.linux import inherited, private
 from replicas.linux.processes import Child, become_subreaper
@@ -64,16 +65,20 @@ RELAY_S = 0.5
 class Shim:
     """The shim's loop: starts, watches and ends the processes of a part, as ordered."""
 
-    def __init__(self, control: socket.socket, parent_fd: int, spec: PartSpec, tee: int | None) -> None:
+    def __init__(
+        self, control: socket.socket, parent_fd: int, spec: PartSpec, tee: int | None, starts: ModuleType = starting
+    ) -> None:
         """Take over the descriptors, and handle signals; start no process yet.
 
         :param control: socket to the agent.
         :param parent_fd: pidfd of the agent.
         :param tee: descriptor of the supervisor's stderr; None if lines are not shown
             there.
+        :param starts: the module that starts its processes; in a shim that a template
+            has forked :mod:`replicas.supervisor.shim.forked_starting`.
         :raises OSError: no descriptor is left.
         """
-        self.spec = spec
+        self.spec, self._starts = spec, starts
         self._parent_fd = parent_fd
         self._selector = selectors.DefaultSelector()
         self._agent = MessageSocket(control, "the agent", self._obey, self._selector.unregister)
@@ -83,6 +88,8 @@ class Shim:
         self._main: Child | None = None
         self._launcher: MessageSocket | None = None
         self._stopped: StoppedWatch | None = None
+        self._ranks: set[int] = set()
+        """Pids of ranks that this process has forked for the launcher."""
         self._report: ExitReport | None = None
         self._broken = ""
         self._processes = PartProcesses(spec, self._selector, lambda: self._logs.pid)
@@ -161,11 +168,13 @@ class Shim:
         """Handle a message of torchrun's launcher: its exit report, or an address.
 
         Keep the report. Send the address (rendezvous), at which the parts of the
-        replica meet, to the agent.
+        replica meet, to the agent. Or fork a rank that the launcher asks for.
 
         :raises Malformed: the message is not valid.
         """
-        if message["type"] == "report":
+        if message["type"] == "fork":
+            self._fork_rank(orders.read(dict[str, str], message.get("env")))
+        elif message["type"] == "report":
             self._report = orders.read(ExitReport, message.get("report"))
         else:
             with orders.reading("rendezvous"):
@@ -198,22 +207,36 @@ class Shim:
             self._logs.start()
             if self.spec.launcher == "torchrun":
                 self._scratch = starting.make_scratch_folder(self.spec)
-                self._main, ours = starting.start_launcher(self.spec, self._logs.pipes, self._scratch)
+                self._main, ours = self._starts.start_launcher(self.spec, self._logs.pipes, self._scratch)
                 self._stopped = StoppedWatch(self._main.pid)
                 self._launcher = MessageSocket(
                     ours, "the launcher", self._take_from_launcher, self._selector.unregister
                 )
                 self._selector.register(ours, selectors.EVENT_READ, self._launcher.read)
             else:
-                self._main = starting.start_program(self.spec, self._logs.pipes)
+                self._main = self._starts.start_program(self.spec, self._logs.pipes)
         except OSError as error:
             self._teller.update(report=_not_started(error))
             self._apply_event("not_started")
         else:
             self._teller.update(main_pid=self._main.pid)
 
+    def _fork_rank(self, env: dict[str, str]) -> None:
+        """Fork a rank with this environment; tell the launcher its pid, or why not."""
+        assert self._launcher is not None
+        try:
+            rank = self._starts.fork_rank(self.spec, env, self._logs.pipes)
+        except OSError as error:
+            self._launcher.send({"type": "forked", "pid": 0, "error": str(error)})
+            return
+        self._ranks.add(rank.pid)
+        self._launcher.send({"type": "forked", "pid": rank.pid})
+
     def _reap(self) -> None:
-        """Reap all ended children; handle the end of main process and log pump."""
+        """Reap all ended children; handle the end of main process and log pump.
+
+        Tell the launcher the exit codes of ranks that were forked here.
+        """
         for pid, code in self._processes.reap():
             if self._main is not None and pid == self._main.pid:
                 self._main.ended(code)
@@ -224,6 +247,12 @@ class Shim:
                 self._apply_event("main_ended")
             elif pid == self._logs.pid:
                 self._logs.ended(code)
+            elif pid in self._ranks:
+                self._ranks.remove(pid)
+                if self._stopped is not None:
+                    self._stopped.has_dead_rank = True
+                if self._launcher is not None:
+                    self._launcher.send({"type": "ended", "pid": pid, "code": code})
 
     # ------------------------------------------------------------ ending
 
@@ -364,21 +393,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = {name.removeprefix("--"): int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
     inherited.put_in_order()
-    become_subreaper()
-    tee = options.get("tee")
-    for descriptor in (tee, options.get("lock")):
-        if descriptor is not None:
-            os.set_inheritable(descriptor, False)
     control = socket.socket(fileno=options["control"])
-    control.set_inheritable(False)
     try:
         parent_fd = os.pidfd_open(options["parent"])
-        spec = _first_order(control, parent_fd) if os.getppid() == options["parent"] else None
-        if spec is None:
-            return 0
-        shim = Shim(control, parent_fd, spec, tee)
     except ProcessLookupError:  # the agent is gone
         return 0
+    if os.getppid() != options["parent"]:
+        return 0
+    return serve(control, parent_fd, options.get("lock"), options.get("tee"))
+
+
+def serve(
+    control: socket.socket, parent_fd: int, lock: int | None, tee: int | None, starts: ModuleType = starting
+) -> int:
+    """Wait for the spec of the part, and run its shim in this process.
+
+    :param parent_fd: pidfd of the agent.
+    :param starts: the module that starts its processes.
+    :return: the exit code of this process, as for :func:`main`.
+    """
+    become_subreaper()
+    for descriptor in (control.fileno(), tee, lock):
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
+    try:
+        spec = _first_order(control, parent_fd)
+        if spec is None:
+            return 0
+        shim = Shim(control, parent_fd, spec, tee, starts)
     except orders.Malformed as error:
         note(f"ending, after a malformed order of the agent: {error}")
         return 1

@@ -14,7 +14,7 @@ from typing import Any
 
 from replicas.linux import cgroups, private
 from replicas.linux.helpers import interpreter, popen_arguments, python_module
-from replicas.linux.processes import Child
+from replicas.linux.processes import LAUNCHER, Child
 from replicas.linux.scarce import naming_limits
 from replicas.supervisor.shim.log_pipes import LogPipes
 from replicas.supervisor.wire import guard, orders
@@ -45,14 +45,24 @@ def start_launcher(spec: PartSpec, pipes: LogPipes, scratch: Path) -> tuple[Chil
     """
     ours, theirs = orders.pair()
     fd = theirs.fileno()
-    command = python_module("replicas.supervisor.shim.launcher", "--control", str(fd), "--parent", str(os.getpid()))
+    command = python_module(LAUNCHER, "--control", str(fd), "--parent", str(os.getpid()))
     with theirs:
         child = _spawn(command, pipes.streams("torchrun"), pass_fds=(fd,), **popen_arguments(spec.env, spec.cwd))
+    return child, brief_launcher(spec, pipes, scratch, child, ours)
+
+
+def brief_launcher(
+    spec: PartSpec, pipes: LogPipes, scratch: Path, launcher: Child, ours: socket.socket
+) -> socket.socket:
+    """Put the launcher into the part's control group, and send it the spec.
+
+    Return this end of its control socket.
+    """
     if spec.cgroup:
-        cgroups.enter(Path(spec.cgroup), child.pid)  # before it starts other processes
+        cgroups.enter(Path(spec.cgroup), launcher.pid)  # before it starts other processes
     told = spec._replace(shim=os.getpid(), pipes=pipes.of_ranks(), scratch=str(scratch))
     orders.send(ours, {"type": "start", "spec": plain(told)})
-    return child, ours
+    return ours
 
 
 @naming_limits()
@@ -83,18 +93,22 @@ def guard_orders(spec: PartSpec, *, direct: bool) -> int:
 
     :param direct: True if this process is the shim, False if it is torchrun.
     """
+    file = os.memfd_create("replicas-guard")
+    with open(file, "wb", closefd=False) as orders_file:
+        orders_file.write(pack(guard_words(spec, direct=direct)))
+    return file
+
+
+def guard_words(spec: PartSpec, *, direct: bool) -> list[str]:
+    """Return the orders for guards, as in :func:`guard_orders`."""
     pipes = () if direct else spec.pipes
-    words = [
+    return [
         str(spec.shim),
         " ".join(f"{out} {err}" for out, err in pipes),
         spec.cgroup if direct else "",  # torchrun's children inherit its control group
         spec.cwd,
         *resolve_command(spec.command),
     ]
-    file = os.memfd_create("replicas-guard")
-    with open(file, "wb", closefd=False) as orders_file:
-        orders_file.write(pack(words))
-    return file
 
 
 def where(guard_orders: int) -> str:

@@ -84,12 +84,14 @@ def _open_log(shim: int, pipes: list[bytes]) -> None:
     """
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(null, 0)
+    os.close(null)
     mark = RANK_MARK + os.environ["RANK"].encode() + b"\n"
     first = 2 * int(os.environ["LOCAL_RANK"])
     for stream, pipe in enumerate(pipes[first : first + 2], start=1):
         log = _do("cannot reach the log", os.open, f"/proc/{shim}/fd/{int(pipe)}", os.O_WRONLY | os.O_CLOEXEC)
         os.write(log, mark)
         os.dup2(log, stream)
+        os.close(log)
 
 
 def _enter(cgroup: bytes) -> None:
@@ -117,25 +119,36 @@ def _fail(message: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def main() -> NoReturn:
-    """Set up this process as its parent has ordered, and exec the user's program.
-
-    That gives the process its death signal, log, control group and working folder. Exit
-    with 126 if a step fails, and with 127 if the program is not found.
-    """
-    parent, file = map(int, os.environ.pop(GUARD).split())
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process with its parent; exit if that is gone."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         _fail(f"cannot set the parent-death signal: {os.strerror(ctypes.get_errno())}", 126)
     if os.getppid() != parent:
         _fail(f"parent process {parent} is gone", 126)
-    shim, pipes, cgroup, cwd, *command = _orders(parent, file)
+
+
+def set_up(words: list[bytes]) -> None:
+    """Give this process its log, control group and working folder, as ordered.
+
+    Exit with 126 if a step fails.
+
+    :param words: the orders.
+    """
+    shim, pipes, cgroup, cwd = words[:4]
     if pipes:
         _open_log(int(shim), pipes.split())
     if cgroup:
         _enter(cgroup)
-    name = os.fsdecode(command[0])
     _do(f"cannot change into the folder {os.fsdecode(cwd)}", os.chdir, cwd)
+
+
+def execute(cwd: bytes, *command: bytes) -> NoReturn:
+    """Exec the user's program; exit with 127 if it is not found, else with 126.
+
+    :param cwd: the present folder, for the message.
+    """
+    name = os.fsdecode(command[0])
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and exec would inherit that
         signal.signal(signum, signal.SIG_DFL)
     try:
@@ -144,6 +157,15 @@ def main() -> NoReturn:
         _fail(f"command not found: {name!r} (cwd {os.fsdecode(cwd)})", 127)
     except OSError as error:
         _fail(f"cannot run {name!r}: {error.strerror}", 126)
+
+
+def main() -> NoReturn:
+    """Set up this process as its parent has ordered, and exec the user's program."""
+    parent, file = map(int, os.environ.pop(GUARD).split())
+    die_with(parent)
+    orders = _orders(parent, file)
+    set_up(orders)
+    execute(*orders[3:])
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ class PartSpec(NamedTuple):
     :param env: the whole environment of the replica's processes.
     :param sidecars: when its ranks need sidecars: ``ahead`` (soon), ``later``
         (perhaps), or empty (never).
+    :param preload: modules that the template of its processes has loaded.
     :param cgroup: path of the control group in which its processes start; may be empty.
     :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.
     :param tee: True if the ranks' lines also go to the supervisor's stderr.
@@ -114,6 +115,7 @@ class PartSpec(NamedTuple):
     stop_timeout_s: float
     nonce: str
     sidecars: str = ""
+    preload: tuple[str, ...] = ()
     cgroup: str = ""
     local_addr: str = "127.0.0.1"
     rendezvous_timeout_s: float = 300.0

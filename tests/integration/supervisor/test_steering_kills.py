@@ -21,7 +21,7 @@ from replicas import errors
 from replicas.control.client import Client
 from replicas.messages.version_orders import Promote, Reject, Rollback, VersionOrder
 from replicas.status import ChannelStatus, VersionStatus
-from tests.support import armed_supervisor
+from tests.integration.supervisor import armed_supervisor
 from tests.support.nodes import replicas_of
 from tests.support.programs import group
 from tests.support.runs import Run, running

@@ -25,7 +25,7 @@ ROOT = Path(replicas.__file__).parent
 TESTS = Path(__file__).parents[2]
 
 TORCH_ROOMS = ("sidecar", "weights", "channel", "sources", "integrations", "testing")
-TORCH_FILES = ("coordinator/store_process.py", "supervisor/shim/launcher.py")
+TORCH_FILES = ("coordinator/store_process.py", "supervisor/shim/forked_workers.py", "supervisor/shim/launcher.py")
 
 # Each room may import these rooms, itself, and the loose modules; a program's entry is
 # above all.
@@ -81,7 +81,7 @@ WAYS = {
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 38_730
+CODE_LINES_MAX = 39_290
 """A feature that needs more says in its commit what it removes instead. Pulls between
 hosts take 2,680, far ones and the doctor's look at their ports included; with them as
 the default, lanes for weights in host memory go. The loop of engines, 235, has come

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,7 +46,9 @@ class Starter:
         self.command: tuple[str, ...] = ("sleep", "600")
         self.limit = 100
 
-    def __call__(self, environment: Mapping[str, str], listener: int) -> subprocess.Popen[bytes]:
+    def __call__(
+        self, environment: Mapping[str, str], listener: int, command: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
         if len(self.started) == self.limit:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         self.environments.append(environment)

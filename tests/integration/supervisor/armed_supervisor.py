@@ -1,5 +1,5 @@
-"""``python -m tests.support.armed_supervisor CONFIG``: ``replicas run CONFIG``, that
-kills (-9) a process at a moment of its coordinator, one of
+"""``python -m tests.integration.supervisor.armed_supervisor CONFIG``: a supervisor
+that kills (-9) a process at a moment of its coordinator, one of
 :data:`tests.support.channel.coordinator_process.MOMENTS`.
 
 The file ``armed`` in the working folder names it: ``{"moment": "decided", "times": 1,
@@ -23,7 +23,7 @@ from tests.support.channel.coordinator_process import MOMENTS
 
 __all__ = ["COMMAND", "arm", "has_fired"]
 
-COMMAND = (sys.executable, "-m", "tests.support.armed_supervisor")
+COMMAND = (sys.executable, "-m", "tests.integration.supervisor.armed_supervisor")
 
 
 def arm(folder: Path, moment: str, times: int, pid: int = 0) -> None:

@@ -1,0 +1,104 @@
+"""torchrun's workers, forked by the shim for a launcher that it has forked, too.
+
+The launcher has threads, those of its TCPStore, so it forks none itself. It sends
+``fork`` with a worker's environment over its control socket; the shim answers
+``forked``, and sends ``ended`` when it has reaped the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import subprocess
+import time
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from replicas.supervisor.wire import orders
+
+
+class ForkedWorkers:
+    """The workers that the shim has forked, for a launcher that it has forked, too.
+
+    :ivar codes: exit code by pid, of those that have ended.
+    """
+
+    def __init__(self, control: socket.socket) -> None:
+        """Ask for workers over the control socket to the shim."""
+        self.control = control
+        self.codes: dict[int, int] = {}
+
+    def fork(self, env: dict[str, str]) -> _Worker:
+        """Have the shim fork a worker with this environment. Blocks for milliseconds.
+
+        :raises OSError: the system allows no process.
+        """
+        orders.send(self.control, {"type": "fork", "env": env})
+        while (message := self._receive())["type"] != "forked":
+            self._take(message)
+        if not message["pid"]:
+            raise OSError(message["error"])
+        return _Worker(self, int(message["pid"]))
+
+    def look(self, timeout_s: float) -> None:
+        """Read which workers have ended; wait for the first message."""
+        while select.select([self.control], [], [], timeout_s)[0]:
+            self._take(self._receive())
+            timeout_s = 0.0
+
+    def _receive(self) -> orders.Message:
+        """Return the next message; exit if the shim has ended."""
+        message = orders.receive(self.control)
+        if message is None:
+            raise SystemExit("the shim has ended")
+        return message
+
+    def _take(self, message: orders.Message) -> None:
+        """Note the end of a worker; ignore other messages."""
+        if message["type"] == "ended":
+            self.codes[int(message["pid"])] = int(message["code"])
+
+
+class _Worker:
+    """A worker that the shim has forked, as torch uses a Popen."""
+
+    def __init__(self, workers: ForkedWorkers, pid: int) -> None:
+        """Name the worker; its exit code comes with the messages of the shim."""
+        self._workers, self.pid = workers, pid
+
+    def poll(self) -> int | None:
+        """Return its exit code, or None while it runs."""
+        self._workers.look(0.0)
+        return self._workers.codes.get(self.pid)
+
+    def wait(self, timeout: float) -> int:
+        """Return its exit code; raise TimeoutExpired after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            self._workers.look(left_s)
+        return code
+
+
+def fork_workers(control: socket.socket) -> ForkedWorkers:
+    """Have torchrun start its workers by forks of the shim, in this process, for good.
+
+    :raises RuntimeError: this version of torch starts them in another way.
+    """
+    handler: Any = SubprocessHandler
+    if not callable(getattr(handler, "_popen", None)):
+        raise RuntimeError("this version of torch has no SubprocessHandler._popen(args, env)")
+    workers = ForkedWorkers(control)
+    close = handler.close
+
+    def close_if_there(handler: Any, *arguments: Any, **named: Any) -> None:
+        """Signal the worker, as torch does; the shim may have reaped it meanwhile."""
+        with contextlib.suppress(ProcessLookupError):
+            close(handler, *arguments, **named)
+
+    handler._popen = lambda _, args, env: workers.fork(env)
+    handler.close = close_if_there
+    return workers
