@@ -117,9 +117,11 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 def read(environ: Mapping[str, str] | None = None) -> Environment:
     """Return a rank's variables from this process's environment, or from ``environ``.
 
-    No file is read, so the token of ``REPLICAS_TOKEN_FILE`` is not in the result.
+    An empty variable counts as not set. No file is read, so the token of
+    ``REPLICAS_TOKEN_FILE`` is not in the result.
 
-    :raises replicas.errors.UsageError: a variable that must be a whole number is not.
+    :raises replicas.errors.UsageError: a variable that must be a whole number from 0 on
+        is not.
     """
     source = os.environ if environ is None else environ
     token_file, log_dir, generation = source.get(TOKEN_FILE), source.get(LOG_DIR), _integer(source, GENERATION)
@@ -141,7 +143,8 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
 
 
 def read_token(environment: Environment) -> str:
-    """Return the token in the file of ``REPLICAS_TOKEN_FILE``, or ``REPLICAS_TOKEN``.
+    """Return the token in the file that ``REPLICAS_TOKEN_FILE`` names, read now; if
+    that is not set, the token in ``REPLICAS_TOKEN``.
 
     :raises replicas.errors.UsageError: neither variable is set, or the file is missing,
         unreadable or empty.

@@ -148,7 +148,7 @@ class BadConfig(UsageError):
     """
 
     def __init__(self, problems: Sequence[str], *, source: str = "config") -> None:
-        """List the problems below a title in the message.
+        """Make the message: a title, and below it a line for each problem.
 
         :param problems: one line for each problem.
         :param source: the title's beginning: the config's path.
@@ -273,8 +273,9 @@ _CLASSES = {name: value for name, value in list(globals().items()) if name in __
 
 
 def error_class(name: str) -> type[ReplicasError]:
-    """Return the error class of this name. Return InternalError for an unknown name,
-    and for BadConfig, which cannot be built from a message alone."""
+    """Return the class of this module with this name, to make an error that another
+    process has sent. Return InternalError for a name that is not such a class, and
+    for BadConfig, which cannot be made of a message alone."""
     found = _CLASSES.get(name, InternalError)
     return InternalError if found is BadConfig else found
 

@@ -16,7 +16,7 @@ BLOCK_NBYTES = 16 << 20
 
 
 def combined(blocks: Iterable[bytes]) -> str:
-    """Return a version's digest (hex).
+    """Return a version's digest (hex): the xxh3-128 of its blocks' digests.
 
     :param blocks: binary xxh3-128 of each of its blocks, in order.
     """
@@ -24,7 +24,10 @@ def combined(blocks: Iterable[bytes]) -> str:
 
 
 def block_range(number: int, nbytes: int) -> tuple[int, int]:
-    """Return (first byte, end) of block ``number`` in an image of ``nbytes`` bytes."""
+    """Return (first byte, end) of block ``number`` in an image of ``nbytes`` bytes.
+
+    An image is the bytes of one version. A block has 16 MiB, the last one what is left.
+    """
     return number * BLOCK_NBYTES, min(nbytes, (number + 1) * BLOCK_NBYTES)
 
 

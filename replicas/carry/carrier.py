@@ -167,9 +167,10 @@ class Carrier:
         self.server.offer(transfer, image, request.secret, deltas, encrypt=request.encrypt)
 
     def _drop_base(self, number: int, transfer: int) -> None:
-        """On a thread: make no further deltas for a transfer; free its base's slot.
+        """On a thread: make no further deltas for a transfer; stop reading its base.
 
         Blocks until no thread reads the base, the older version; then replies Dropped.
+        The base's slot stays mapped.
 
         :param number: the request's id.
         """
@@ -278,7 +279,8 @@ def _print_error(error: BaseException) -> None:
 def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:
     """Serve the rank at the other end of ``channel`` until it closes or the rank ends.
 
-    Blocks this thread; longer requests run on threads that are started here.
+    Blocks this thread; longer requests run on threads that are started here. At its
+    return these may still run, and all sockets are open: the caller ends the process.
 
     :param listener: socket at which pullers connect.
     :param pidfd: of the rank's process, whose end is noticed by it.
@@ -315,7 +317,10 @@ def serve(channel: socket.socket, listener: socket.socket, pidfd: int) -> None:
 
 def main() -> None:
     """Listen for other hosts at ``--host``, report the port to the rank, and carry its
-    versions until the rank closes its socket or ends."""
+    versions until the rank closes its socket or ends.
+
+    Does not return: ends this process then, with status 1 after an error.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)

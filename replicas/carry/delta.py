@@ -141,9 +141,9 @@ def encode_block(base: memoryview, new: memoryview, regions: Iterable[Region] = 
 def _differ_throughout(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -> bool:
     """Return True if most sampled elements differ, so that a delta cannot pay.
 
-    Returns False for small blocks.
+    Samples are read as 2-byte elements. Returns False for blocks below 32 KiB.
 
-    :param old: the block's elements in the base. :param new: those in the image.
+    :param old: the block's bytes in the base. :param new: those in the new version.
     """
     count = len(new) // _SAMPLE_NBYTES
     if count < _SAMPLES:
@@ -156,7 +156,7 @@ def _differ_throughout(old: npt.NDArray[np.uint8], new: npt.NDArray[np.uint8]) -
 def is_whole(delta: bytes) -> bool:
     """Return True if the delta holds no changes, but says to send the block's bytes.
 
-    False means that it holds changes for :func:`apply_block`. Only its head is read.
+    False means that it is for :func:`apply_block`. Only its head is read and checked.
 
     :raises DeltaError: the delta is malformed.
     """
@@ -191,7 +191,8 @@ def _layout(regions: Iterable[Region], start: int, nbytes: int) -> Sequence[tupl
 
     :param regions: (first byte, end, bytes of an element) in the image; they are cut to
         whole elements in the block. Gaps become regions of 1-byte elements; if empty,
-        the block is one region of elements of ``DEFAULT_WIDTH`` bytes.
+        the block is one region of elements of ``DEFAULT_WIDTH`` bytes. If more than 255
+        result, the block is one region of 1-byte elements instead.
     :param start: the block's first byte in the image. ``nbytes``: its size.
     :raises ValueError: a region has elements of another size than 1, 2, 4 or 8 bytes.
     """

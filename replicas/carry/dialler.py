@@ -165,7 +165,8 @@ class Connector:
         :param transfer: the transfer's number, by which most holders know it.
         :param secret: shared by the members of the transfer, proven to each holder.
         :param source: address to connect from; empty means any.
-        :param trips: round trips in seconds by host, updated by each connection.
+        :param trips: round trips in seconds by host, updated by each connection; None:
+            begin with none.
         :param encrypt: use TLS, and never connect without.
         """
         self._transfer, self._secret, self._source = transfer, secret, source
@@ -210,7 +211,8 @@ class Connector:
         """Context manager: connect, do the handshakes, and close at the end. Blocks.
 
         :param last: no other holder is left: allow more time.
-        :raises HungUp: :meth:`hang_up` ended this connection, or refuses new ones.
+        :raises HungUp: :meth:`hang_up` refuses new connections, or ended this one; so
+            an OSError of the ``with`` block becomes HungUp then.
         :raises ConnectFailed: the connection could not be made.
         :raises NotTheHolder, UnknownSecret: another program answers there.
         """
@@ -303,6 +305,8 @@ class Connector:
 
     def _greet(self, sock: socket.socket, holder: Holder) -> None:
         """Do the handshakes: TLS if encrypted, then the proof of the secret. Blocks.
+
+        The socket stays open after an error, too.
 
         :raises HandshakeBroken: no answer within 3 s, or the connection broke.
         :raises UnknownSecret, NotTheHolder: the peer is not the holder.

@@ -37,7 +37,8 @@ PROOFS = 2
 
 
 class Deltas:
-    """Makes and keeps the deltas of one image's 16 MiB blocks. Thread-safe.
+    """Makes and keeps the deltas of one image's (version's) 16 MiB blocks against a
+    base, an older version. Thread-safe.
 
     :param base: the base's bytes, as many as the image has; None to make no deltas.
     :param data: the image's bytes.
@@ -93,7 +94,11 @@ class Deltas:
         return None if known is None or delta.is_whole(known) else known
 
     def _pair(self, number: int) -> tuple[memoryview, memoryview] | None:
-        """Return views (base, image) of block ``number``; None to make no delta."""
+        """Return views (base, image) of block ``number``.
+
+        Return None if no delta is to be made: there is no base (any more), or deltas
+        of this image do not pay.
+        """
         if self._base is None or self._data is None or self._vain >= VAIN:
             return None
         block = slice(*block_range(number, self._nbytes))
@@ -144,7 +149,8 @@ class Deltas:
             self._known.pop(number, None)
 
     def release_base(self) -> None:
-        """Stop making deltas, block until no thread reads the base, and release it.
+        """Stop making deltas, block until no thread makes one, and release the views of
+        the base and of the image.
 
         Deltas that exist are still served.
         """
@@ -168,7 +174,8 @@ class DeltaChoice:
     def choose_delta(self, host: str) -> bool:
         """Return True to pull the next version from ``host`` by deltas, not bytes.
 
-        Counts the call: the slower way is tried again after some pulls.
+        True until both ways have been measured. Counts the call: the slower way is
+        tried again after some pulls.
         """
         deltas, whole = self._rates.get((host, True), ()), self._rates.get((host, False), ())
         if len(deltas) < PROOFS or not whole:

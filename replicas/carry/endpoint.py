@@ -92,7 +92,9 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
 
 
 def bind_socket(host: str, port: int, source: str) -> tuple[socket.socket, _Address]:
-    """Return (unconnected socket, bound to ``source`` if given; address to connect to).
+    """Return (unconnected socket, address to connect to).
+
+    The socket is bound to ``source``, if that is given and of the same IP version.
 
     :raises OSError: ``source`` is not on this machine, or ``host`` is not an address.
     """

@@ -20,7 +20,8 @@ class Withdrawn(Exception):
 
 
 class Image:
-    """Tells which of a version's bytes are in its slot already, and waits for others.
+    """Tells which of a version's bytes are in its slot (memory for one version)
+    already, and waits for others.
 
     The version has ``nbytes`` bytes at ``offset`` of the slot's file ``fd``.
 
@@ -31,7 +32,7 @@ class Image:
     def __init__(
         self, fd: int, offset: int, nbytes: int, *, full: bool = False, data: memoryview | None = None
     ) -> None:
-        """Keep the arguments; no transfer is withdrawn yet. Open and map nothing.
+        """Keep the arguments; open and map nothing.
 
         :param fd: descriptor of the slot's file, which the caller keeps open.
         :param offset: the image's first byte in the file. :param nbytes: its size.

@@ -211,8 +211,8 @@ class Pull:
         again; those that served wrong bytes come last.
 
         :param deadline: of the monotonic clock.
-        :raises Failed: no holder knows the blocks' digests, or a holder served wrong
-            bytes a second time.
+        :raises Failed: no holder knows the blocks' digests, a holder served wrong bytes
+            a second time, or :meth:`stop` was called.
         """
         with self._changed:
             if self._stopped:
@@ -309,7 +309,8 @@ class Pull:
     def _not_made(self, holder: Holder, error: dialler.ConnectFailed) -> None:
         """Decide what a connection that could not be made means for the pull.
 
-        The first broken handshakes in a row only delay the next try: block meanwhile.
+        The first five broken handshakes in a row only delay the next try: block
+        meanwhile.
         If this process lacks a resource, or the holder has other connections, limit the
         number of connections. In all other cases give the holder up.
         """
@@ -374,14 +375,16 @@ class Pull:
                 self._changed.notify_all()
 
     def _ask(self, line: dialler.HolderConnection, asked: deque[int]) -> None:
-        """Request blocks over one connection until it has enough open requests.
+        """Request blocks over one connection until it has two open requests, or one if
+        few blocks are left to request.
 
         Block while it has none, and all missing blocks are requested elsewhere.
 
         :param line: the connection over which they are requested.
         :param asked: numbers of the open requests of this connection, to which the new
             ones are added.
-        :raises HungUp: all blocks have arrived, or the holder was given up.
+        :raises HungUp: all blocks have arrived, the holder was given up, or
+            :meth:`stop` was called.
         """
         with self._changed:
             while True:

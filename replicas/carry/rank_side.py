@@ -157,7 +157,8 @@ class Carrier(HelperProcess):
             end()
 
     def certify(self, pem: bytes) -> None:
-        """Send the carrier its private key and certificate; do not wait.
+        """Send the carrier its private key and certificate, and set
+        :attr:`certificate_hash`; do not wait.
 
         Call it once, before the first encrypted transfer. Nothing is sent to a carrier
         that has died.
@@ -265,12 +266,12 @@ class Carrier(HelperProcess):
         await self._ask(wire.DropBase(next(self._numbers), transfer), WITHDRAW_TIMEOUT_S, wire.Dropped)
 
     async def withdraw(self, transfer: int, why: str) -> int:
-        """Have the carrier end the transfer; wait until it does not use the slot.
+        """Have the carrier end the transfer; wait until it does not use its memory.
 
-        Return the bytes that it sent to all pullers.
+        Return how many bytes it sent to all pullers. The memory stays mapped.
 
         :param why: the reason, for the error of a pull that is ended by this.
-        :raises CarrierDied: the carrier is dead or killed, and uses the slot no more.
+        :raises CarrierDied: the carrier is dead or killed, and uses the memory no more.
         """
         request = wire.Withdraw(next(self._numbers), transfer, why)
         self._serving.discard(transfer)
@@ -288,7 +289,8 @@ class Carrier(HelperProcess):
         return errors.InternalError(f"carrier {self.pid}: {reply.text}" if isinstance(reply, wire.Refused) else text)
 
     def _answers_ping(self, reply: wire.Reply) -> bool:
-        """Handle a Pong or the carrier's first message, and return True.
+        """Handle a Pong or the carrier's first message (which ends the wait of
+        :meth:`start`), and return True.
 
         Of a Pong, pass the received bytes of each transfer to its callback in
         :attr:`receivers`. Return False for other replies, which answer a request.

@@ -108,7 +108,8 @@ class _UnprovenConnection:
 
 
 class Server:
-    """The images that this process serves at one listening socket. Thread-safe.
+    """The images (bytes of versions) that this process serves at one listening socket.
+    Thread-safe.
 
     :param started: starts a thread that runs the given function.
     """
@@ -152,7 +153,7 @@ class Server:
 
         :param transfer: the transfer's number, by which pullers name it; an earlier
             offer of that number is replaced.
-        :param deltas: of its blocks, to send in place of bytes.
+        :param deltas: of its blocks, to send in place of bytes; None: send bytes only.
         :param encrypt: True: serve it over TLS only; False: without TLS only.
         """
         with self._lock:

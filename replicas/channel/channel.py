@@ -53,7 +53,7 @@ class Channel(Collectives):
     """
 
     def __init__(self, hub: Hub, session: Session) -> None:
-        """Make the channel's parts, and start ``hub`` with them; send nothing yet."""
+        """Make the parts that handle messages, and register them; connect nothing."""
         self._hub = hub
         self._pid = os.getpid()
         self._closed = self._leaving = False
@@ -86,7 +86,7 @@ class Channel(Collectives):
 
     @property
     def version(self) -> int:
-        """The version that this rank serves (a source: committed last); 0 if none."""
+        """The version that this rank serves (a source: its last commit); 0 if none."""
         return self._hub.loaded
 
     @property
@@ -338,7 +338,7 @@ class Channel(Collectives):
     def close(self, *, wait: bool = True) -> None:
         """Leave the channel: say good-bye, end the sidecars, free the memory.
 
-        Closing again does nothing. The call blocks.
+        The call blocks (``wait`` apart, 12 s a step). Closing again starts nothing.
 
         :param wait: first wait for publishes and operations, until their deadlines.
         :raises replicas.errors.UsageError: a coordinator runs on this thread's event
@@ -382,11 +382,11 @@ class Channel(Collectives):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Close the channel; wait for open work only without an exception."""
+        """Close the channel; unless the block raised, wait for open work before."""
         self.close(wait=error is None)
 
     def _start_to_leave(self) -> None:
-        """Session thread: mark as closed; start the task that leaves, only once."""
+        """Session thread: mark as closed; start the task that leaves; once only."""
         if not self._leaving:
             self._closed = self._leaving = True
             self._hub.loop.spawn(self._leave_on_loop(), f"{self.name}: leaves")
@@ -405,8 +405,8 @@ class Channel(Collectives):
             self._left.resolve(None)
 
     def _open(self, timeout_s: float) -> None:
-        """Connect, and block until the session is open. Have the channel closed at
-        exit; on a peer also start to fork a sidecar, which will run its collectives.
+        """Connect, and block until the session is open. Have the channel closed at the
+        interpreter's exit; on a peer start to fork a sidecar, to run its collectives.
         Raise Disconnected if no coordinator answers within ``timeout_s`` seconds."""
         loop = self._hub.loop
         began = time.monotonic()
@@ -443,7 +443,7 @@ class Channel(Collectives):
         return self._operations.start(operation, self._deadline_s(deadline))
 
     def _deadline_s(self, deadline: float | None) -> float:
-        """Return the checked ``deadline`` in seconds; for None the channel's."""
+        """Return ``deadline`` (seconds), for None the channel's; UsageError if bad."""
         if deadline is None:
             return self._hub.settings.deadline_s
         return arguments.seconds("deadline", deadline)

@@ -146,11 +146,13 @@ def join(
 def _prove_device(hub: Hub, until: float) -> None:
     """Raise Preflight if slots are on a GPU whose memory a sidecar cannot use.
 
-    Test it with a forked sidecar process, and block for that, unless no slot of this
-    rank is on a GPU.
+    A sidecar is a helper process that runs collectives. Fork one to test it, block for
+    that, and kill it; do nothing if no slot of this rank is on a GPU.
 
     :param hub: of the channel, whose session is open.
     :param until: deadline by ``time.monotonic()``.
+    :raises replicas.errors.Preflight: the sidecar cannot, or the test could not be made
+        in time.
     """
     settings = hub.settings
     ranks = {"source": settings.source_ranks, "peer": settings.peer_ranks}.get(settings.role, "all")
@@ -221,7 +223,7 @@ def _nccl_version() -> str:
 
 
 def _gpus() -> tuple[str, ...]:
-    """Return the UUID of this thread's GPU in a tuple, or () without a usable GPU."""
+    """Return the UUID of this thread's current GPU in a tuple; () without a GPU."""
     found = accelerator()
     uuid = found.device() if found is not None else ""
     return (uuid,) if uuid else ()

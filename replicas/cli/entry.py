@@ -9,7 +9,10 @@ from replicas.linux import LinuxOnly, require
 
 
 def main() -> int:
-    """Run one command with this process's arguments and return its exit code."""
+    """Run one command with this process's arguments and return its exit code.
+
+    On a system other than Linux print that on stderr, and return 2.
+    """
     try:
         require()
     except LinuxOnly as error:

@@ -53,7 +53,9 @@ class NotTrusted(UsageError):
 
 
 def trusted(state_dir: Path) -> Path:
-    """Return the folder, checked on disk to be this user's or root's, or missing.
+    """Return the folder, after a check on disk that it is this user's or root's.
+
+    A folder that is missing passes, too.
 
     :raises NotTrusted: it is another user's, or other users can write to it.
     :raises Disconnected: it cannot be opened.
@@ -401,9 +403,10 @@ class RunAddress:
         return ""
 
     def token(self) -> str:
-        """Return the token with which a program joins the run.
+        """Return the token with which a command or a program joins the run.
 
-        It is read from the run's own file or the one given.
+        It is the operators' one in the run's state folder, or the one in the file that
+        an option or ``REPLICAS_TOKEN_FILE`` names.
 
         :raises UsageError: it is not known here."""
         if not (found := self._read_token()[0]):

@@ -369,7 +369,7 @@ def doctor(
 
 
 def _here(place: RunAddress) -> Iterator[Finding]:
-    """Yield findings on this machine, and if the run is alive on its other nodes.
+    """Yield findings on this machine and, if the run is alive, on its other nodes.
 
     The agents of those nodes check them; that they cannot be asked is a finding, too.
     """

@@ -69,8 +69,8 @@ def mirror(
 def _write(kept: Mirror, update: replicas.Update, run: str, term: int) -> None:
     """Write the version of ``update`` as a folder of the mirror, and print its path.
 
-    If that fails, refuse the version (tell the run that it was not loaded), and print
-    the error on stderr.
+    If that fails by a UsageError, refuse the version (tell the run that it was not
+    loaded), and print the error on stderr. Does not close ``update``.
 
     :param kept: the mirror, which writes the folder. :param run: name of the run.
     :param term: number of its coordinator's life.

@@ -185,7 +185,10 @@ def send(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> A
     On a terminal a progress line is shown meanwhile.
 
     :param doing: text of the progress line, such as "scaling rollout".
-    :param wait: return when the order is done, not as soon as it has begun.
+    :param wait: return when the order is done; False: as soon as it has begun, with
+        ``done=False`` in the answer.
+    :raises replicas.errors.ReplicasError: it was refused or failed, or there was no
+        answer.
     """
     with patience(doing):
         return place.client().order(order, wait=wait)

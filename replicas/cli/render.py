@@ -194,7 +194,7 @@ class _Table:
 
 
 def _group_row(group: GroupConfig) -> tuple[str, ...]:
-    """Return the cells of a configured group's row in the table Groups."""
+    """Return a group's cells in the table Groups: sizes, launcher, command, ..."""
     nodes = f" ({group.nnodes} nodes)" if group.nnodes > 1 else ""
     return (
         group.name,
@@ -249,7 +249,7 @@ def _resource_row(group: GroupConfig) -> tuple[str, ...]:
 
 
 def _channel_row(channel: ChannelConfig) -> tuple[str, ...]:
-    """Return the cells of a configured channel's row in the table Channels."""
+    """Return a channel's cells in the table Channels: members, backend, slots, ..."""
     members = f"{_parties(channel.sources)} -> {_parties(channel.targets) or '(nobody)'}"
     return (
         channel.name,

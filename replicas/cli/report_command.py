@@ -94,9 +94,9 @@ def _events(run: Path | None) -> Iterable[Record]:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace the file atomically by one with this text; follow a link.
+    """Replace the file atomically by one with this text, or create it; follow a link.
 
-    Only its owner can read it.
+    Only its owner can read the new one. An error leaves the old file as it was.
 
     :raises replicas.errors.WorldError: it cannot be written, or is a device or a pipe.
     """

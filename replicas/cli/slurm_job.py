@@ -277,7 +277,7 @@ def _end_of_route(there: str) -> str:
 
 
 def without_step(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables of a Slurm task.
+    """Return a copy of an environment without the variables of a Slurm task.
 
     Lightning, MPI and others would otherwise take the ranks for Slurm tasks.
     """

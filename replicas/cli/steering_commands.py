@@ -62,9 +62,9 @@ def wait_until_served(place: RunAddress, channel: str, version: int, limit_s: fl
 
 
 def is_candidate(place: RunAddress, channel: str, version: int) -> bool:
-    """Ask the run; return True if the version is a candidate.
+    """Ask the run for its status; return True if the version is a candidate.
 
-    That is a version which is committed, but not served before it is promoted.
+    That is a committed version which targets do not load before it is promoted.
     """
     return _channel(place.status(), channel).current < version
 
@@ -119,7 +119,10 @@ def versions(
 
 
 def _plain(channel: ChannelStatus) -> dict[str, object]:
-    """Return what ``versions --json`` prints of a channel, as builtins."""
+    """Return what ``versions --json`` prints of a channel, as builtins.
+
+    The keys are ``follow``, ``canary`` and ``versions``, as in its status.
+    """
     keys = ("follow", "canary", "versions")
     return {key: msgspec.to_builtins(getattr(channel, key)) for key in keys}
 
@@ -165,7 +168,7 @@ def reject(
     place: Addressed,
     as_json: Json = False,
 ) -> None:
-    """Never serve the candidate; replicas that have loaded it go back."""
+    """Never serve the candidate; replicas with it go back to the served version."""
     order = orders.Reject(channel=channel, version=version, why=why)
     _carry_out(place, order, f"rejecting {version}", "version {version} is rejected", as_json=as_json)
 
@@ -182,8 +185,9 @@ def rollback(
 ) -> None:
     """Serve an older version's content again, as a new version.
 
-    A candidate is rejected. Waits for publishes that have begun. No bytes move to hosts
-    that have the content.
+    Waits for the end of publishes that have begun, commits the content under the next
+    number, and then rejects the candidate, if there is one. Targets load the version;
+    no bytes move to hosts that have the content.
     """
     order = orders.Rollback(channel=channel, to=to)
     words = "version {version} is served, with the content of version {of}"
@@ -232,7 +236,7 @@ def label(
     place: Addressed,
     as_json: Json = False,
 ) -> None:
-    """Point LABEL to VERSION, whose content is then kept."""
+    """Point LABEL to VERSION, whose content the run then keeps; or remove LABEL."""
     if bool(version) == remove:
         raise UsageError("give VERSION or --remove")
     order = orders.Label(channel=channel, label=label, version=version, move=move)

@@ -38,7 +38,7 @@ def token(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Print the run's tokens.
+    """Print the run's tokens; with --rotate or --revoke-old, change them first.
 
     A member token lets a program join channels; an operator token also lets a person or
     an agent give orders. A token names the key of the control port if that speaks TLS.

@@ -192,7 +192,10 @@ class _Frame:
         return before != now
 
     def __rich_console__(self, console: object, options: ConsoleOptions) -> RenderResult:
-        """Yield the lines of the frame, as many as the terminal is high."""
+        """Yield the frame's lines as segments, as many as the terminal is high.
+
+        Also limits the scroll position to the lines that there are now.
+        """
         seen, height = self._seen, options.height or self._screen.height
         flat = options.update(height=None, highlight=False)
 

@@ -201,8 +201,8 @@ def _got(
 def _kept(joined: replicas.Channel, version: int, deadline_s: float) -> replicas.Update:
     """Have the run bring an older version to this member; return it open for reading.
 
-    Other members hold it. A lease keeps its content in the run until this member
-    leaves. Waits for it.
+    Other members hold it; a lease that this makes keeps it there until this member
+    leaves. Blocks until the bytes are here. The caller closes the update.
 
     :param deadline_s: longest time of the order, and again of the transfer, in seconds.
     :raises Gone: no member holds it, or it did not come within ``deadline_s``.

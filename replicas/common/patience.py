@@ -84,8 +84,8 @@ class Silence(PauseClock):
 
         :param due: time of the first :meth:`measure_silence`, by the caller's steady
             clock.
-        :param slack_s: a look later than :attr:`due` by more than these seconds means
-            that this process was paused.
+        :param slack_s: a call of it later than :attr:`due` by more than these seconds
+            means that this process was paused.
         """
         super().__init__(due, slack_s)
         self._asked_at: float | None = None

@@ -89,7 +89,8 @@ class Latch:
     def remove(self, waker: Callable[[], object]) -> None:
         """Forget ``waker``, a callback of :meth:`add`, so that it is not called.
 
-        Ignore an unknown one.
+        Does nothing if it is unknown or was called; does not wait for a call that
+        another thread makes now.
         """
         self._wakers.pop(waker, None)
 
@@ -112,7 +113,10 @@ class Latch:
             self.remove(wake)
 
     def _wake(self) -> None:
-        """Call each callback, and wake each waiting thread, once; then forget them."""
+        """Call each callback once, also those that wake waiting threads, and forget it.
+
+        If one raises, this raises, and those not called yet stay.
+        """
         for waker in list(self._wakers):
             if self._wakers.pop(waker, False):  # no other thread has called it
                 waker()

@@ -44,7 +44,7 @@ def roles(place: Place, channel: ChannelConfig) -> None:
 
 def together(place: Place, channel: ChannelConfig) -> None:
     """Add a problem to ``place``, that of the key ``adopt_together``, if the channel
-    has no targets."""
+    has peers, which load no versions."""
     if channel.peers:
         place.problem("is for targets, which load versions, and peers run collectives; remove it")
 
@@ -76,8 +76,8 @@ def steering(place: Place, channel: ChannelConfig) -> None:
 
 
 def encryption(place: Place, channel: ChannelConfig) -> None:
-    """Add a problem to ``place``, that of the key ``encrypt``, if the channel would
-    send weights over a process group, which torch does not encrypt."""
+    """Add a problem to ``place``, that of the key ``encrypt``, if the channel has its
+    slots on GPUs, or sends over process groups, which torch does not encrypt."""
     if channel.peers:
         place.problem("collectives of peers use process groups, which torch does not encrypt; remove it")
     elif channel.transport == "group":
@@ -87,10 +87,11 @@ def encryption(place: Place, channel: ChannelConfig) -> None:
 
 
 def slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> None:
-    """Add problems to ``place``, the channel's, if ``min_targets``, the canary or
-    ``slots`` do not fit the number of targets.
+    """Add problems to ``place``, the channel's, if ``min_targets`` or the canary's
+    replicas are more than the target replicas, or ``slots`` is below 2 with sources.
 
-    :param replicas: number of replicas of each known group.
+    :param replicas: number of replicas of each known group; the first check is left
+        out if a target group is unknown.
     """
     targets = [replicas.get(party.group) for party in channel.targets]
     count = sum(number for number in targets if number is not None)

@@ -118,7 +118,7 @@ def parse(mapping: Mapping[str, Any], *, base: Path | None = None) -> Config:
 def channels_from(
     channels: Mapping[str, ChannelConfig | Mapping[str, Any]], replicas: Mapping[str, int]
 ) -> dict[str, ChannelConfig]:
-    """Read and check channels by name, as ``[channels.NAME]`` tables or resolved.
+    """Read and check channels by name: ``[channels.NAME]`` tables or ChannelConfigs.
 
     :param replicas: number of replicas of each known group; groups may be missing.
     :raises BadConfig: with every problem found.

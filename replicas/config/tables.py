@@ -170,8 +170,8 @@ def _no_table(place: Place, value: object) -> Any:
 def in_order_of(
     mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: Lines | None = None
 ) -> list[str]:
-    """Return the texts of the first 100 problems in the file's order, and how many
-    more.
+    """Return the texts of the problems in the order of the file: the first 100, and
+    then, if there are more, a text with the number of the others.
 
     :param mapping: the content of the file.
     :param problems: ``(path of keys, message)`` each.

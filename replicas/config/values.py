@@ -115,7 +115,7 @@ def form(type: str, range: str = "") -> Callable[[Callable[[Place, object], Any]
 
 
 def show(value: object) -> str:
-    """Return the value as JSON text, cut to 60 characters, for messages."""
+    """Return any value as JSON or Python text, cut to 60 characters; never raise."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except Exception:  # noqa: BLE001  # any method of a foreign object may raise
@@ -212,7 +212,7 @@ def _strings(place: Place, value: object, what: str) -> Any:
 
 @form("list of group names", f"at most {NAMED_MAX}")
 def names(place: Place, value: object) -> Any:
-    """Return ``value``, group names, as a tuple; else UNSET, a problem of ``place``."""
+    """Return group names as a tuple; else add a problem to ``place``, return UNSET."""
     found = _strings(place, value, "group names")
     if found is not UNSET and len(found) > NAMED_MAX:
         return place.problem(f"expected at most {NAMED_MAX} group names, got {len(found):,}")
@@ -239,7 +239,8 @@ def command(place: Place, value: object) -> Any:
 
 @form("list of modules", 'each as in an import, such as "torch"')
 def modules(place: Place, value: object) -> Any:
-    """Return names of modules as a tuple; add a problem to ``place`` for a bad one."""
+    """Return names of modules as a tuple, or UNSET if they are not a list of strings;
+    add a problem to ``place`` for that, and for each bad name, which stays."""
     found = _strings(place, value, 'modules such as ["torch", "transformers"]')
     for one in () if found is UNSET else found:
         if not all(part.isidentifier() for part in one.split(".")):
@@ -261,9 +262,9 @@ def options(place: Place, value: object) -> Any:
 
 @form("table of strings")
 def environment(place: Place, value: object) -> Any:
-    """Return environment variables by name, without those that are not strings, each a
-    problem of ``place``. Return UNSET if ``value`` is not a table. Problems show no
-    value, as it may be a secret."""
+    """Return environment variables by name, without those that are not strings; return
+    UNSET if ``value`` is not a table. Add a problem to ``place`` for each of both; it
+    shows no value, as that may be a secret."""
     if not isinstance(value, Mapping):
         return place.problem('expected a table of strings such as { NAME = "value" }')
     for variable, text in value.items():
@@ -274,8 +275,9 @@ def environment(place: Place, value: object) -> Any:
 
 @form("table of labels", "names of at most 63 letters, digits, '-', '_' and '.', also as values")
 def labels(place: Place, value: object) -> Any:
-    """Return labels of a node, such as ``{ pool = "rollout" }``, without bad ones, each
-    a problem of ``place``. Return UNSET if ``value`` is not a table."""
+    """Return labels of a node, such as ``{ pool = "rollout" }``, without bad values, or
+    UNSET if ``value`` is not a table. Add a problem to ``place`` for that, and for each
+    bad name or value."""
     if not isinstance(value, Mapping):
         return place.problem(f'expected a table such as {{ pool = "rollout" }}, got {show(value)}')
     read = {str(key): name.read(place.at(str(key)), text) for key, text in value.items()}
@@ -286,13 +288,13 @@ def labels(place: Place, value: object) -> Any:
 
 @form("true or false")
 def flag(place: Place, value: object) -> Any:
-    """Return ``value`` if it is a bool; else UNSET, a problem of ``place``."""
+    """Return ``value`` if a bool; else add a problem to ``place``, return UNSET."""
     return value if isinstance(value, bool) else place.problem(f"expected true or false, got {show(value)}")
 
 
 @form("number")
 def number(place: Place, value: object) -> Any:
-    """Return the number ``value`` as a float; else UNSET, a problem of ``place``."""
+    """Return a number as a float; else add a problem to ``place``, return UNSET."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
     return place.problem(f"expected a number, got {show(value)}")
@@ -443,6 +445,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _every_address(place: Place, found: object) -> Any:
-    """Add the problem to ``place`` that the address ``found`` (such as ``0.0.0.0``)
-    means all addresses of a machine; return UNSET."""
+    """Add a problem to ``place``: the address ``found`` (such as ``0.0.0.0``) means all
+    addresses of this machine. Return UNSET, always."""
     return place.problem(f"{found} means every address of this machine; other machines need a certain one: {NAME_ONE}")

@@ -341,8 +341,10 @@ async def _logs(reader: LogReader, lines: list[LogLine], *, follow: bool, as_jso
 
 
 def _encode(lines: list[LogLine], *, as_json: bool, many: bool) -> bytes:
-    """Return the lines as bytes, in JSON or plain text.
+    """Return the lines as bytes, each with a line break.
 
+    :param as_json: each line is an object with the fields of :class:`LogLine`; else
+        only its text.
     :param many: the lines are of several ranks: begin each line of plain text with the
         name of its rank.
     """

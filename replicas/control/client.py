@@ -252,8 +252,8 @@ class Client:
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:
-    """Return the host, without brackets, and the port of ``HOST:PORT``; raise
-    UsageError for another text."""
+    """Return the host, without brackets, and the port of a text ``HOST:PORT``; resolve
+    no name. Raise UsageError if it has another form, or no port from 1 to 65535."""
     host, _, port = endpoint.rpartition(":")
     if not host or set(host) & set(" /?#@\\") or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
         _, url, rest = endpoint.partition("://")

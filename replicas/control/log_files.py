@@ -88,8 +88,8 @@ def _parts(path: Path) -> list[Path]:
 
 
 def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
-    """Read a file backwards; return the offset in bytes of its last ``lines`` lines,
-    and the number of those: fewer if the file has fewer."""
+    """Read a file backwards, moving its position; return the offset in bytes of its
+    last ``lines`` lines, and the number of those: fewer if the file has fewer."""
     nbytes = file.seek(0, os.SEEK_END)
     position, found = nbytes - 1, 0  # the last byte ends a line, or is in it
     while position > 0:
@@ -105,8 +105,8 @@ def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
 
 
 def offset_since(log: Path, since: float) -> int | None:
-    """Return the offset in a log of the lines after the time ``since`` (in seconds
-    since 1970), to about 1 s, by the index beside the log; None if no line is later."""
+    """Return the offset in a log of the lines after the time ``since`` (since 1970), to
+    about 1 s, by the index beside it. Return None if none is later, 0 without index."""
     try:
         found = log.stat()
         if found.st_mtime < since:
@@ -227,7 +227,8 @@ class _Stream:
         return self._at_end and not self.path.parent.exists()
 
     def close(self) -> bytes:
-        """Close the file; return the unread end of a line without newline, or b""."""
+        """Close the file; return what was read of a last line without a line break yet
+        (:meth:`read` has not returned it), or b""."""
         if self._file is not None:
             self._file.close()
         rest, self._rest = self._rest, b""
@@ -281,7 +282,7 @@ class LogReader(Protocol):
 
     @property
     def many(self) -> bool:
-        """True if the logs are of several ranks, so that lines need their origin."""
+        """True if the logs found so far are of several ranks; lines need origins."""
         ...
 
     async def poll(self) -> list[LogLine]:

@@ -81,13 +81,17 @@ def unauthorized(why: str) -> Response:
 
 
 def order_routes(source: object, access: Access, run: Callable[[], str]) -> list[Route]:
-    """Return a POST route for each order. A route reads the order, and starts a task
-    that carries it out. It answers when the task is done or, with ``?wait=0`` and to a
-    drain of the whole run, after 0.25 s at most. The task goes on without its caller.
+    """Return a POST route for each order (:data:`ORDERS`). A route reads the order from
+    the request, and starts a task that carries it out; the task goes on if the caller
+    disconnects.
 
-    :param source: carries out orders by its methods (:data:`ORDERS`).
-    :param access: returns why a request may not give orders, or None.
-    :param run: returns the run's name.
+    The route answers when the task is done. There are two exceptions, a request with
+    ``?wait=0`` and any drain of the whole run: if the task is not done after 0.25 s,
+    the answer is 202, without the outcome.
+
+    :param source: the run, which has a method for each order (:data:`ORDERS`).
+    :param access: returns why a request may not give orders (401), or None.
+    :param run: returns the run's name; an order for another run is refused (409).
     """
     running: set[asyncio.Task[object]] = set()  # the loop itself keeps only weak references
 
@@ -183,7 +187,7 @@ def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
 
 async def _body(request: Request) -> bytes:
     """Read the request's body, and return it, or ``{}`` if it is empty. Raise
-    HTTPException if it is larger than 64 KiB or not complete within 5 s."""
+    HTTPException if it is over 64 KiB, cut off, or not complete within 5 s."""
     body = b""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):

@@ -48,8 +48,8 @@ def page_routes(source: Watched, access: Access) -> list[Route]:
     """Return the routes of the page: files, document and stream of changes.
 
     :param source: the run that is shown.
-    :param access: decides which viewers are trusted (have shown the token). When all
-        places are taken, a trusted viewer disconnects one that is not.
+    :param access: decides which viewers are trusted (have shown the token). When 32
+        viewers are connected, a trusted newcomer disconnects one that is not trusted.
     """
     live = Live(source, shown=public)
 

@@ -192,8 +192,9 @@ class Acceptor:
     def _keep(self, one: _Waiting) -> None:
         """Add a connection to the lobby, the set of those that wait, unwatched.
 
-        If the lobby is full, an older connection in it is refused and closed. Also have
-        :meth:`_sweep` called soon, which closes those whose deadline is over.
+        If the lobby is full, or half full from this source, an older connection in it
+        is refused and closed. Also have :meth:`_sweep` called soon, which closes those
+        whose deadline is over.
         """
         if (gone := self._lobby.add(one, one.source)) is not None:
             self._refuse(gone, "too_many")
@@ -262,11 +263,13 @@ class Acceptor:
         return True
 
     def _peeked(self, one: _Waiting) -> bytes:
-        """Return the bytes that a connection has sent, 16 KiB at most, unread.
+        """Return the bytes that have come on a connection, 16 KiB at most; never wait.
 
-        They stay in the kernel's buffer. ``b""`` means that the peer sends no more.
+        It only peeks: they stay in the kernel's buffer for the next reader. ``b""``
+        means that the peer has closed its sending side without a byte.
 
-        :raises BlockingIOError: none have come yet. :raises OSError: it has failed.
+        :raises BlockingIOError: none have come yet.
+        :raises OSError: the connection has failed; the caller closes it.
         """
         data = one.sock.recv(_USUAL_NBYTES, _LOOK)
         # the first read was full, so there may be more

@@ -210,7 +210,7 @@ class Coordinator:
         await asyncio.shield(self._starting)
 
     async def _end_store(self) -> None:
-        """Cancel a start of the store that is under way; end its process, and wait."""
+        """Cancel a start of the store that is under way; kill its process, and wait."""
         if self._starting is not None:
             await cancelled(self._starting)
         await self._store.aclose()
@@ -347,8 +347,8 @@ class Coordinator:
         self.engine.change_all(lambda channel, now: channel.end_replica(group, replica, generation, reason, now))
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
-        """Drain this generation (one start of a replica): new versions do not wait for
-        it. Syncs in progress may finish; until then :meth:`busy` names them."""
+        """Drain this generation (one start of a replica) and earlier ones: no new
+        version waits for them. Open syncs may finish; :meth:`busy` names those."""
         self.engine.change_all(lambda channel, now: channel.set_draining(group, replica, generation, now))
 
     def busy(self, group: str, replica: int) -> str:
@@ -367,7 +367,7 @@ class Coordinator:
         return tuple(mark for channel in self.engine.channels.values() for mark in channel.marks.of(group, replica))
 
     def set_group(self, group: str, shape: GroupShape) -> None:
-        """Use a new ``shape`` of the group (replicas, ranks, lease) in all channels."""
+        """Use a new ``shape`` of the group; forget the progress of removed replicas."""
         shape = self._shapes[arguments.name("group", group)] = _shape("shape", shape)
         for channel in self.engine.channels.values():
             channel.roster.groups[group] = shape
@@ -412,8 +412,8 @@ def _port_key(host: str, tls: object, certificate: object, key: object, home: Pa
 
 
 def _tokens(given: object, port_key: PortKey | None, host: str) -> Tokens:
-    """Return the tokens in the argument ``token`` (or new ones), with the port's key in
-    them; raise UsageError if ``given`` is not a token, or names another key."""
+    """Return the tokens that the argument ``token`` gives, new ones for None, with
+    the port's key set. Raise UsageError for no token, or one with another key."""
     key = port_key.hash if port_key is not None else "" if is_loopback(host) else PLAIN
     if isinstance(given, Tokens):
         found = given
@@ -437,7 +437,7 @@ def _mapping(what: str, value: object) -> Mapping[Any, Any]:
 
 
 def _shape(what: str, shape: object) -> GroupShape:
-    """Return ``shape``, or one of so many replicas; raise UsageError if not valid."""
+    """Return a checked copy of a shape, or number of replicas; UsageError: invalid."""
     given = shape if isinstance(shape, GroupShape) else GroupShape(replicas=shape)  # type: ignore[arg-type]  # see below
     return GroupShape(
         replicas=arguments.integer(f"{what}: replicas", given.replicas, least=0, most=RANKS_MAX),

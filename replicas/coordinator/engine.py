@@ -203,13 +203,13 @@ class Engine:
         self._close_session(hello.member)
 
     def _close_session(self, member: Member) -> None:
-        """End the member's session, if it has one; queued messages are written."""
+        """End the member's session, if any; the server still writes its messages."""
         session = self._sessions.pop(member, None)
         if session is not None:
             session.close()
 
     def _exited(self, session: MemberSession) -> None:
-        """Remove the member of an ended process after its last messages, in 0.25 s."""
+        """Lose an ended process's member once its input is read, or after 0.25 s."""
         if session.watch is not None:
             session.watch.close()
             session.watch = None
@@ -241,7 +241,7 @@ class Engine:
         self.lose(session.member, reason)
 
     def without_store(self) -> None:
-        """Form no process groups until a store is up."""
+        """Have all channels form no process groups until a store is up."""
         self.change_all(lambda channel, _: channel.lanes.store_lost())
 
     def store_changed(self, up: bool) -> None:
@@ -399,8 +399,8 @@ class Engine:
     # ------------------------------------------------------------ time
 
     def _end_silence(self, now: float) -> None:
-        """Record that a member is heard at loop time ``now``. If this process did not
-        run before, extend the leases of remote members by that time, 10 s at most."""
+        """Record that a member is heard at loop time ``now``. If that ends an excused
+        silence of all, extend the remote members' leases by it, 10 s at most."""
         grace_s = self._silence.end_silence(now)
         if grace_s:
             log.warning("extending heartbeat timeouts by %.1f s, after a time in which no member was heard", grace_s)

@@ -191,8 +191,8 @@ class PortConnection(asyncio.Protocol):
     def add_to_limited(self, crowd: BoundedConnections[PortConnection]) -> None:
         """Add this connection to a set of limited size.
 
-        If the set is full, an older connection is removed from it, counted as refused,
-        and aborted.
+        If the set is full, or half full from this source, an older connection is
+        removed from it, counted as refused, and aborted.
 
         :param crowd: the set.
         """

@@ -113,7 +113,9 @@ def session_route(engine: Engine, tokens: Tokens) -> SocketRoute:
 async def _serve(engine: Engine, websocket: WebSocket) -> None:
     """Read the Hello, open the member's session, and handle its messages to the end.
 
-    A bad Hello is counted, answered with the reason, and ends the connection.
+    A bad Hello, or one that the engine refuses, is counted, answered with the reason,
+    and ends the connection. One that comes too early for an answer ends it with a close
+    code at which the member tries again.
     """
     try:
         hello = await _hello(websocket)

@@ -83,7 +83,10 @@ class StoreWatcher:
         self.address = (self._bind, self._port)
 
     async def start(self) -> None:
-        """Start the store's process, wait until it listens, and watch it from then on.
+        """Start the store's process, and wait until it listens.
+
+        From then on tasks of this object ping it, replace it when it fails or is full,
+        and delete swept keys, until :meth:`aclose`.
 
         :raises errors.WorldError: it could not listen, or was not up within 60 s.
         """
@@ -179,9 +182,9 @@ class StoreWatcher:
     # ----------------------------------------------------------- watching and replacing
 
     async def _watch(self) -> None:
-        """Ping the process for ever; when it has ended or does not respond, replace it.
+        """Ping the process for ever; replace it if it ended, is full or is silent.
 
-        Calls ``on_change(False)``, kills it, and starts another. A task of
+        Then calls ``on_change(False)``, kills it, and starts another. A task of
         :meth:`start`.
         """
         while (process := self._process) is not None:
@@ -232,9 +235,10 @@ class StoreWatcher:
                 log.warning("retrying to start the rendezvous store (a TCPStore): %s", error)
 
     def replace(self, address: tuple[str, int]) -> None:
-        """Kill the store's process if it listens at ``address``; another is started.
+        """Kill the store's process if it listens at ``address``; do not wait.
 
-        Do nothing if it has another address by now. Does not wait.
+        The task that watches it then starts another, at a new port. Do nothing if the
+        store has another address by now, or is down.
         """
         if self.up and address == self.address and self._process is not None:
             log.warning("replacing the rendezvous store at %s:%d: a process other than members wrote to it", *address)
@@ -244,10 +248,10 @@ class StoreWatcher:
     # ------------------------------------------------------------ sweeping
 
     def sweep(self, prefix: str) -> None:
-        """Have all keys under ``prefix`` deleted soon, and again after 30 s.
+        """Have the store delete all keys under ``prefix`` soon, and again after 30 s.
 
-        Does not wait. The second time is for keys that a dying process has written
-        after the first.
+        Does not wait: a task of :meth:`start` sends the requests. The second time is
+        for keys that a dying process has written after the first.
         """
         self._sweep_soon(prefix)
         asyncio.get_running_loop().call_later(STRAGGLER_S, self._sweep_soon, prefix)

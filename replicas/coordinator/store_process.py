@@ -101,7 +101,7 @@ def check_reach(bind: str) -> None:
 
 
 def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
-    """Delete all keys of the store under these prefixes.
+    """Delete all keys of the store that begin with one of these prefixes and ``/``.
 
     Also delete :data:`STRAY_KEYS`, which NCCL process groups write without a prefix.
     """
@@ -197,7 +197,14 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
 
 
 def main() -> int:
-    """Read the command line, prepare this process and serve; return the exit code."""
+    """Serve the run's TCPStore until the owner closes the control socket; block.
+
+    Bind address, port, control socket and parent are read from the command line. First
+    change this process: repair its streams and signals, have the kernel kill it with
+    its parent, raise its limit of open files, and ignore SIGINT and SIGTERM.
+
+    :returns: the exit code: 0, or 2 if the store could not listen.
+    """
     parser = argparse.ArgumentParser(description="The master TCPStore of a run.")
     parser.add_argument("--bind", required=True)
     for name in ("--port", "--control", "--parent"):

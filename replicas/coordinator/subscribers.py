@@ -13,7 +13,7 @@ log = Log("replicas.coordinator")
 
 
 def _end_program(error: BaseException) -> None:
-    """Raise ``error``: called by the program's event loop, that ends the loop."""
+    """Raise ``error``, which ends the event loop that calls this function."""
     raise error
 
 

@@ -52,7 +52,7 @@ class LoopThread(Generic[T]):
         return self._what
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Leave ``what`` with this error, end the thread, and wait for that."""
+        """Leave ``what`` with this error and end the thread, as :meth:`close` does."""
         self.close(error)
 
     def start(self) -> None:

@@ -294,9 +294,10 @@ class WebSocket(asyncio.BufferedProtocol):
         self.on_writable()
 
     def write(self, messages: Sequence[bytes]) -> None:
-        """Write the messages to the transport, without waiting.
+        """Write each encoded message as a binary frame; do not wait.
 
-        Do nothing on a closing connection.
+        The transport buffers what its peer does not read. Do nothing on a closing
+        connection.
         """
         if self._conn.state is State.OPEN and not self._transport.is_closing():
             for message in messages:

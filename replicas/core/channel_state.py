@@ -69,15 +69,15 @@ class ChannelState:
         carry_port: int = 0,
         wall_offset_s: float = 0.0,
     ) -> None:
-        """Start without members, with the decisions of earlier coordinators (``past``).
+        """Start without members, and go on from the decisions of earlier coordinators.
 
         :param groups: expected replicas, ranks and lease of each group, by its name.
         :param run: name of the run, for keys in the store.
         :param term: number of this coordinator's life.
         :param store: returns the address of the store of process groups.
         :param secret: the coordinator's secret, from which those of lanes derive.
-        :param here: boot id and beacon of this process, if it can hold the memory of
-            members.
+        :param past: those decisions; its ledger is not copied, and changes with this.
+        :param here: boot id and beacon of this process, if it can hold members' memory.
         :param carry_port: the first port at which a carrier (a member's process that
             serves versions to other hosts) may listen; 0: any.
         :param wall_offset_s: the time since 1970, less ``now``.
@@ -231,7 +231,7 @@ class ChannelState:
         self._advance_all(now)
 
     def tick(self, now: float) -> None:
-        """Lose members whose lease is over, and check all deadlines; call regularly."""
+        """Lose members whose leases are over, end what is overdue; call regularly."""
         for state in self.roster.expired(now):
             self.lose(state.member, "lease", now)
         self.roster.update_patience(now)
@@ -255,15 +255,15 @@ class ChannelState:
 
     def order(self, order: VersionOrder, sender: Sender, now: float) -> None:
         """Check and carry out an order about versions: promote, roll back, label, ...
-        The outcome is queued for ``sender``, now or after a commit: a member with its
-        number of the order, or a function that a ``Reply`` calls with the outcome."""
+        Result or error are queued for ``sender``, now or after a commit: a member with
+        its number of the order, or a function that a ``Reply`` calls with them."""
         self.steering.order(order, sender, now + self._wall_offset_s)
         self._advance_all(now)
 
     def store_moved(self, now: float) -> None:
-        """Begin again, over the new store, with process groups that were forming.
+        """Form the unfinished process groups again, over the new rendezvous store.
 
-        Groups that have formed stay.
+        Groups that have formed stay; broadcasts of versions in the others end.
         """
         self.operations.store_moved(now)
         self._advance_all(now)

@@ -26,7 +26,7 @@ class Drains:
     def __init__(self, context: ChannelContext, commits: Commits, rounds: LoadRounds, operations: Operations) -> None:
         """Start without drains.
 
-        :param context: gets the events.
+        :param context: the channel's members, and the queue that gets ReplicaIdle.
         :param commits: tells what a replica publishes or receives now.
         :param rounds: tell what it loads.
         :param operations: tell what it runs.
@@ -53,7 +53,10 @@ class Drains:
             self._waiting[group, replica] = generation
 
     def end(self, group: str, replica: int) -> None:
-        """End a replica's drain: its members, present and future, get new work."""
+        """End a replica's drain: its members, present and future, get new work.
+
+        No ReplicaIdle is queued for it then. Without a drain nothing changes.
+        """
         self._ending.pop((group, replica), None)
         self._waiting.pop((group, replica), None)
         for state in self._context.roster.replica(group, replica):
@@ -77,7 +80,7 @@ class Drains:
 
     def busy(self, group: str, replica: int) -> Reason | None:
         """Return what the replica still works on in this channel, as text; None if it
-        is idle."""
+        is idle, or has no members here. Nothing is changed."""
         name = self._context.config.name
         states = self._context.roster.replica(group, replica)
         members = [state.member for state in states]

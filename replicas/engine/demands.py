@@ -64,7 +64,7 @@ def demand_of(text: str, labels: Mapping[str, int]) -> Demand:
 
 
 class Answer:
-    """One answer of the server, with the versions that it may be of.
+    """One answer (HTTP response or websocket) of the server, and its possible versions.
 
     :param possible: returns the versions with which the server may answer now.
     :param demand: None: any version will do.

@@ -188,8 +188,8 @@ class Follower:
         self._fitting = self._proven = ""
 
     def run(self, name: str, identity: dict[str, Any]) -> None:
-        """Join the channel ``name`` and load its versions, in this thread, until
-        ``stop`` is set.
+        """Join the channel ``name``, load its versions, in this thread, until ``stop``
+        is set, and leave it, also after an error. The engine stays open.
 
         :param identity: further arguments of :func:`replicas.join`, also for the
             server's own workers.

@@ -264,7 +264,7 @@ class EngineHealth:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Break the pending requests, and end the threads."""
+        """Break the pending requests, and end the threads; wait up to 2 s for each."""
         self._over.set()
         self._server.break_health_requests()
         for thread in self._threads:

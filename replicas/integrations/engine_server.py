@@ -83,7 +83,8 @@ class EngineServer:
     def call(
         self, method: str, path: str, body: Any = None, *, query: dict[str, str] | None = None, timeout_s: float = 60.0
     ) -> Any:
-        """Send one request and wait; return the decoded answer: JSON, or text.
+        """Send one request and wait; return the decoded answer: JSON, or text. Calls
+        must not overlap.
 
         :param query: parameters to append to the path. :param body: sent as JSON.
         :param timeout_s: limit of the connect and of each read of the answer.

@@ -103,7 +103,8 @@ class GatePage:
 
     @classmethod
     def create(cls) -> GatePage:
-        """Create the page as a memfd, shut, with a new secret and version 0; map it."""
+        """Create the page as a memfd, with the gate shut, a new secret and version 0;
+        map it."""
         fd = os.memfd_create("replicas-gate")
         os.ftruncate(fd, _NBYTES)
         page = cls(mmap.mmap(fd, _NBYTES), fd)

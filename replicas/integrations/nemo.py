@@ -89,8 +89,9 @@ class CheckpointEngine:
         """Begin a sync; return the metadata that this worker sends to all others. A
         receive or version of an earlier sync that is still open ends as failed.
 
-        In a Ray worker the metadata offer a coordinator, whose port and token the first
-        call chooses. Nothing is started here: worker 0 may start its own when it joins.
+        The metadata are those of :meth:`Refit.prepare`, and ``offer``: in a Ray worker
+        the address of a coordinator, chosen by the first call, else None. Nothing is
+        started here: worker 0 may start its own when it joins.
         """
         if self._offer is None:
             self._offer = _Offer.create()

@@ -69,8 +69,8 @@ class Handle:
     run: str
 
     def close(self) -> None:
-        """Stop the coordinator cleanly, then kill its actor, before the Ray job ends.
-        Waits 20 s at most."""
+        """Stop the coordinator cleanly, for all that hold a handle, waiting 20 s at
+        most; then kill its actor. Call this before the Ray job ends."""
         try:
             ray.get(self.actor.close.remote(), timeout=_CLOSE_TIMEOUT_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
@@ -179,7 +179,7 @@ def find(name: str = NAME, *, namespace: str | None = None) -> Handle:
     :param name: of its actor. :param namespace: Ray namespace of the actor; default:
         this program's.
     :raises replicas.errors.UsageError: no actor has this name in the namespace.
-    :raises replicas.errors.WorldError: it did not start within 60 s.
+    :raises replicas.errors.WorldError: the actor is dead, or did not start it in 60 s.
     """
     _must_be_connected("find")
     try:
@@ -215,6 +215,8 @@ def options(
         Without it the token is in the actor's ``runtime_env``, which Ray shows to its
         users and writes into its logs.
     :param runtime_env: the actor's further environment; it is not changed.
+    :returns: ``{"runtime_env": ...}``: a copy of ``runtime_env`` with the identity in
+        its ``env_vars``, too.
     """
     if not isinstance(handle, Handle):
         raise errors.UsageError(f"options: {handle!r} is not a handle", hint="pass what coordinator(...) returned")
@@ -243,7 +245,7 @@ def _must_be_connected(what: str) -> None:
 def _handle(actor: Any) -> Handle:
     """Have the actor start its coordinator unless it runs; wait, and return the handle.
 
-    :raises replicas.errors.WorldError: it did not start within 60 s.
+    :raises replicas.errors.WorldError: the actor is dead, or did not start it in 60 s.
     :raises replicas.errors.ReplicasError: it refused to start; the actor was killed.
     """
     try:

@@ -23,7 +23,7 @@ __all__ = ["RayAgent", "main"]
 
 
 class RayAgent:
-    """The actor: runs one agent as its child."""
+    """A Ray actor that runs one agent, which starts a node's replicas, as its child."""
 
     def serve(self, join: str, name: str, labels: Mapping[str, str], folder: str) -> int:
         """Run an agent, the process that starts a node's replicas, as a child process;

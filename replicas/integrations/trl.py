@@ -178,8 +178,8 @@ def server_mode(
     dtype: torch.dtype | None = None,
     **join: Any,
 ) -> Iterator[TrainerCallback]:
-    """Make a ``GRPOTrainer(vllm_mode="server")`` built in this block publish on a
-    channel.
+    """Context manager: have a ``GRPOTrainer(vllm_mode="server")`` that is built in the
+    block publish on a channel.
 
     TRL builds its own client of the server, so the client's class is replaced within
     the block. This trainer samples right after each sync; ``wait`` is ``"loaded"`` by

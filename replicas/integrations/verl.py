@@ -88,8 +88,8 @@ class ReplicasCheckpointEngine(Refit, CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """On the manager: start or find the coordinator, and assign each worker its
-        seat.
+        """On the manager: find or start the coordinator, unless the first worker's
+        environment names one; assign each worker its seat (identity on the channel).
 
         :param metadata: of all workers, the trainers first, from their ``prepare``.
         :returns: for trainers and for rollouts, lists by worker of the arguments of

@@ -276,8 +276,8 @@ def _refuse_odd_addresses(rest: Sequence[str]) -> None:
 
 
 def _serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Start vLLM behind the gate, and load the channel's versions into it; block until
-    SIGTERM or SIGINT, and return the exit code 0.
+    """Start vLLM behind the gate as a child, and load the channel's versions into it;
+    block until SIGTERM or SIGINT, then end it, and return the exit code 0.
 
     :param options: our own options. :param rest: options for vLLM's own command.
     """

@@ -55,7 +55,8 @@ class VllmAdapters(VllmServer):
 
     def load(self, update: Update, timeout_s: float) -> None:
         """Write the adapter of the version ``update`` to a new folder, have the server
-        load it as ``NAME@VERSION``, and wait for its answer.
+        load it as ``NAME@VERSION``, and wait for its answer. If the server fails to,
+        remove the folder.
 
         :param timeout_s: seconds for which the server may be idle before it answers.
         :raises Refused: the version is not an adapter, or the server does not accept

@@ -131,8 +131,8 @@ class WeightSync:
         last.figures["replicas/waited_seconds"] = time.monotonic() - began
 
     def figures(self) -> list[dict[str, float]]:
-        """Return the figures (metrics by name) of each sync that has ended since the
-        last call; do not wait."""
+        """Return the figures (metrics by name, ``replicas/...``) of each sync that has
+        ended since the last call, as one dict for each; do not wait."""
         for sync in [sync for sync in self._open if sync.pending.done()]:
             self._receipt(sync)
         found, self._figures = self._figures, []

@@ -142,11 +142,11 @@ def remove(group: Path) -> bool:
 
 
 def leave(group: Path, *, run: bool = False) -> None:
-    """Remove the group of a generation's processes on this node.
+    """Remove a node's control group of a generation (one start of a replica).
 
     Also remove the group of the generation, if it is empty then. Errors are ignored: a
-    group that is in use stays, and its last user removes it. Groups that ranks created
-    in the node's group (podman) are removed with it.
+    group that is in use stays, and whoever leaves it last calls this again. Groups that
+    ranks created in the node's group (podman) are removed with it.
 
     :param group: path ``RUN/GENERATION/NODE``. :param run: remove the run's group, too.
     """
@@ -174,7 +174,8 @@ class RunCgroups:
 
         :param run: name of the run.
         :param root: the group in which they are made; default: this process's own.
-        :param limited: True if memory and processes will be limited.
+        :param limited: True if :meth:`add` will set limits; the groups then get the
+            controllers, if the kernel allows.
         """
         self.path: Path | None = None
         self.limits: frozenset[str] = frozenset()
@@ -212,7 +213,8 @@ class RunCgroups:
         :param node: the node's number within the generation.
         :param memory_nbytes: limit of the whole generation, for all its nodes' groups
             together; None: no limit. :param max_processes: likewise, counting threads.
-        :raises OSError: the group exists, or it or a limit cannot be made.
+        :raises OSError: the group exists, or it or a limit cannot be made. The group of
+            the generation is then removed, unless a process is in it.
         """
         if self.path is None:
             raise OSError(f"limits of memory and processes need control groups: {self.refused}")
@@ -247,8 +249,8 @@ class RunCgroups:
     def close(self) -> bool:
         """Remove the run's control group, and those of dead runs beside it.
 
-        Kills nothing. Return True if the group is gone. Return False if processes are
-        still in it: it then stays, and a later call may remove it.
+        Kills nothing. Return True if the group is gone, or was never made. Return False
+        if processes are still in it: it then stays, and a later call may remove it.
 
         :raises OSError: it cannot be removed for another reason.
         """
@@ -262,8 +264,8 @@ class RunCgroups:
 def _remove_those_of_the_dead(own: Path) -> None:
     """Remove the control groups in the folder ``own`` whose run has a dead supervisor.
 
-    Only those of this pid namespace: containers may share groups, but not pids. Groups
-    that cannot be removed stay.
+    Only those of this pid namespace: containers may share groups, but not pids. Kills
+    nothing: groups that still have processes, or cannot be removed, stay.
     """
     for other in own.glob(f"replicas-*-*-*-{namespace('pid')}"):
         pid, start = other.name.split("-")[-3:-1]
@@ -275,7 +277,7 @@ def _remove_those_of_the_dead(own: Path) -> None:
 def prepare(*, limited: bool) -> Path:
     """Return the folder of the control group in which a run's groups will be made.
 
-    It makes none. To be called before this process forks.
+    Makes none of them. To be called before this process forks.
 
     :param limited: delegate the controllers of limits. This process may move to a group
         below it for that, because a group that delegates may have no process in it.

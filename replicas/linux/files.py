@@ -31,13 +31,13 @@ def kernel_lines(path: Path) -> list[str]:
 def open_plain(pid: int, fd: int, *, inode: int | None = None, nbytes: int | None = None) -> int:
     """Open a regular file that process ``pid`` has open as ``fd``; return a descriptor.
 
-    It is open for reading, and the caller owns it. Other kinds of files are refused, as
-    opening them may block.
+    It is open for reading, at the start of the file, and the caller owns it. Other
+    kinds of files are refused, as opening them may block.
 
     :param inode: the inode that the file must have; None allows any. Likewise
         ``nbytes``, its size.
-    :raises FileNotFoundError: the descriptor is closed, or is now another file's.
-    :raises ProcessLookupError: the process is gone.
+    :raises FileNotFoundError, ProcessLookupError: the process is gone, or has no such
+        descriptor, or that is of another file, or not of a regular one.
     """
     path = os.open(f"/proc/{pid}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)
     try:

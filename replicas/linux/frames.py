@@ -116,7 +116,7 @@ class FrameReader:
         :returns: ``(encoded body, descriptors that the caller owns)`` each, maybe none;
             None at the connection's end, when a part of a frame is dropped.
         :raises ConnectionError: a frame is larger than allowed, or descriptors are
-            missing.
+            missing; the stream cannot be read further.
         """
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         try:

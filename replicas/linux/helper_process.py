@@ -133,6 +133,8 @@ class HelperProcess:
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
         """Take over a started process; watch its pidfd and socket on the running loop.
 
+        This object closes both when the process or its connection has ended.
+
         :param sock: connected to the process; set to non-blocking here.
         """
         self.pid = pid
@@ -245,7 +247,10 @@ class HelperProcess:
     def _send(self, message: msgspec.Struct, *fds: int) -> None:
         """Queue a message, with duplicates of the descriptors ``fds``, and try to send.
 
-        Does not block; the rest follows when the socket has room.
+        Does not block; the rest follows when the socket has room. If the connection has
+        failed, the helper is killed, as by :meth:`_flush`.
+
+        :raises OSError: one of ``fds`` is closed.
         """
         body = frames.encode(message)
         owned = [os.dup(fd) for fd in fds]  # a buffer may be closed before it is sent
@@ -282,7 +287,7 @@ class HelperProcess:
         return self._loop.call_later(delay, self._check_alive)
 
     def _look_soon(self) -> None:
-        """Move the next check of an idle helper forward, as it gets a request."""
+        """Schedule the next check of an idle helper sooner, as it gets a request."""
         if not self._pulse.asked and not self._pulse.busy:
             self._timer.cancel()
             self._timer = self._next_look()
@@ -318,7 +323,8 @@ class HelperProcess:
     def _handle(self, came: list[tuple[bytes, list[int]]]) -> None:
         """Give pending requests their replies, and note answers to pings.
 
-        :param came: encoded replies with their descriptors, which are closed.
+        :param came: encoded replies with their descriptors, which this closes.
+        :raises ConnectionError: a reply is malformed.
         """
         for body, fds in came:
             frames.close_all(fds)  # replies carry no descriptors

@@ -14,10 +14,11 @@ from replicas import errors
 
 
 def put_in_order() -> None:
-    """Open closed standard streams, reset an ignored SIGCHLD and unblock all signals.
+    """Repair what this process has inherited from a starter that left it odd.
 
-    Changes this process; each program of the library calls it first, in the main
-    thread.
+    Open ``/dev/null`` for each closed standard stream, give an ignored SIGCHLD its
+    default action back, and unblock all signals in the calling thread. Each program of
+    the library calls this first, in its main thread.
     """
     open_streams()
     # With SIGCHLD ignored every exit code would be read as 0; a blocked signal would
@@ -30,7 +31,8 @@ def put_in_order() -> None:
 def open_streams() -> None:
     """Open ``/dev/null`` in this process for each standard stream that is closed.
 
-    Otherwise the next file or socket would get its number, and children would use that.
+    Also set ``sys.stdin``, ``sys.stdout`` or ``sys.stderr`` where it is None. Otherwise
+    the next file or socket would get the number, and children would use that.
     """
     for number in range(3):
         try:

@@ -63,6 +63,7 @@ def unlock(fd: int) -> None:
 def flag(fd: int, byte: int) -> None:
     """Put a read lock on byte number ``byte``, as a sign for other processes.
 
+    The number says what it means: :data:`MAPPED`, :data:`OPENED`, or a count of fills.
     The lock belongs to the open file description of ``fd`` (``F_OFD_SETLK``), and any
     number of descriptions can hold it. It ends with :func:`unflag`, or when the last
     descriptor of the description is closed. Do nothing on a kernel without such locks.
@@ -71,7 +72,7 @@ def flag(fd: int, byte: int) -> None:
 
 
 def unflag(fd: int, byte: int) -> None:
-    """Remove the flag that this file description has put on ``byte``."""
+    """Remove this file description's flag from ``byte``; do nothing without one."""
     _set_flag(fd, byte, fcntl.F_UNLCK)
 
 
@@ -120,7 +121,7 @@ def holders(inode: int) -> tuple[int, ...]:
 
 
 def _flock(fd: int, kind: int) -> bool:
-    """Try to take a ``flock`` without waiting.
+    """Try to take a ``flock`` without waiting; return True if it is taken.
 
     Return False if another lock prevents it.
 

@@ -39,13 +39,14 @@ class NotPrivate(PermissionError):
 
 @contextlib.contextmanager
 def folder(path: Path, *, make: bool = False) -> Iterator[int]:
-    """Context manager: open a folder of this user; yield its descriptor as ``dir_fd``.
+    """Context manager: open a folder of this user or root; yield its descriptor.
 
-    The descriptor is closed after the block.
+    The descriptor (``O_PATH``) serves as ``dir_fd``, and is closed after the block.
 
-    :param make: create missing folders of the path.
+    :param make: create missing folders of the path, with mode 0700.
     :raises NotPrivate: the folder, or a symbolic link on the way to it, belongs to
         another user, or others can write to the folder.
+    :raises FileNotFoundError: it is missing, without ``make``.
     """
     with _walked(path, make=make) as descriptor:
         _check_folder(descriptor, path)
@@ -53,7 +54,9 @@ def folder(path: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder and its missing parents; accept an existing one of this user.
+    """Create the folder and its missing parents, with mode 0700.
+
+    An existing folder of this user or root is accepted, and not changed.
 
     :raises NotPrivate: an existing folder is another user's, or others can write to it.
     """
@@ -62,9 +65,9 @@ def make_folder(path: Path) -> None:
 
 
 def check_folder(path: Path, *, once_ours: str) -> None:
-    """Raise the OSError that :func:`make_folder` would raise; create nothing.
+    """Raise the OSError that :func:`make_folder` would raise; leave nothing behind.
 
-    The check also tries to create a file without a name, as a disk may be read-only.
+    The check also opens a file without a name (O_TMPFILE), as a disk may be read-only.
 
     :param once_ours: name of a file. The owner and mode of a folder that has this file
         are not checked, as :func:`close_to_others` repairs the mode.
@@ -83,12 +86,13 @@ def check_folder(path: Path, *, once_ours: str) -> None:
 
 
 def close_to_others(path: Path, *, once_ours: str) -> None:
-    """Revoke others' write permission on the folder ``path``, if it was ours before.
+    """Revoke the write permission of group and others on the folder ``path``.
 
-    Kubernetes' ``fsGroup`` grants the volume's group that permission at each mount.
+    Only if this user owns the folder and the file ``once_ours`` in it; any other folder
+    is left as it is, and :func:`folder` still refuses it. Kubernetes' ``fsGroup``
+    grants the volume's group that permission at each mount.
 
-    :param once_ours: name of a file of this user that proves it. A folder without it is
-        left as it is, as its mode may be intended; opening it then raises NotPrivate.
+    :param once_ours: name of a file that proves that this user has used the folder.
     """
     with _walked(path) as descriptor:
         found, us = os.fstat(descriptor), os.geteuid()
@@ -104,11 +108,12 @@ def close_to_others(path: Path, *, once_ours: str) -> None:
 
 @contextlib.contextmanager
 def _walked(path: Path, *, make: bool = False) -> Iterator[int]:
-    """Context manager: open a folder; yield its descriptor, which is then closed.
+    """Context manager: open a folder; yield its descriptor, closed after the block.
 
-    Symbolic links on the way must be this user's or root's.
+    The owner of the folder itself is not checked.
 
     :param make: create missing folders of the path.
+    :raises NotPrivate: a symbolic link on the way is not this user's or root's.
     """
     descriptor = _walk(path, make=make)
     try:
@@ -120,10 +125,10 @@ def _walked(path: Path, *, make: bool = False) -> Iterator[int]:
 def _walk(path: Path, *, make: bool) -> int:
     """Open a folder, step by step from the root; return its descriptor (O_PATH).
 
-    Symbolic links on the way must be this user's or root's. The owner of the folder
-    itself is not checked.
+    The caller closes it. The owner of the folder itself is not checked.
 
     :param make: create missing folders of the path.
+    :raises NotPrivate: a symbolic link on the way is not this user's or root's.
     """
     todo = list(reversed(path.absolute().parts))
     links = 0
@@ -190,6 +195,8 @@ def _link(descriptor: int, name: str, path: Path) -> Path:
 def _check_folder(descriptor: int, path: Path) -> None:
     """Raise NotPrivate if an open folder is another user's, or others can write to it.
 
+    A folder of root passes.
+
     :param path: of the folder, for the error.
     """
     found, us = os.fstat(descriptor), os.geteuid()
@@ -204,9 +211,10 @@ def _check_folder(descriptor: int, path: Path) -> None:
 
 
 def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:
-    """Open a regular file of this user in a private folder; return a descriptor.
+    """Open a regular file of this user or root; return a descriptor to be closed.
 
-    A file that is opened for writing gets the mode 0600.
+    Its folder must be private, as for :func:`folder`. A file of this user that is
+    opened for writing gets the mode 0600.
 
     :param flags: as for :func:`os.open`.
     :param make_folder: create missing folders of the path.
@@ -217,9 +225,9 @@ def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:
 
 
 def _open_in(parent: int, path: Path, flags: int) -> int:
-    """Open a file of this user in an open folder; return a descriptor.
+    """Open a file of this user or root in an open folder; return a descriptor.
 
-    It may not be a link. Opened for writing, it gets the mode 0600.
+    It may not be a link. Opened for writing, a file of this user gets the mode 0600.
 
     :param parent: descriptor of the folder. :param path: of the file: its name is
         opened, all of it is for errors. :param flags: as for :func:`os.open`.
@@ -259,10 +267,10 @@ def read(path: Path) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Overwrite the file with ``data``, or create it; not atomic.
+    """Replace the whole content of the file by ``data``, in place, or create the file.
 
-    A process that is killed meanwhile leaves a part of ``data``. For a file or folder
-    that is not private to this user, raise as :func:`open_file` does.
+    Not atomic: a process that is killed meanwhile leaves a part of ``data``. For a file
+    or folder that is not private to this user, raise as :func:`open_file` does.
     """
     _fill(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), data)
 

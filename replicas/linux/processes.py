@@ -48,15 +48,18 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class ForkedProcess:
-    """A child that was forked here (:mod:`replicas.linux.forking`), as a Popen."""
+    """A child forked by this process, with what :class:`Child` needs of a Popen."""
 
     def __init__(self, pid: int) -> None:
-        """Name the child; its starter reaps it."""
+        """Keep the pid of a running child, which :meth:`wait` or the starter reaps."""
         self.pid = pid
         self.returncode: int | None = None
 
     def wait(self) -> int:
-        """Wait for the child's end, and return its exit code, as Popen does."""
+        """Block until the child ends, reap it, and return its exit code.
+
+        It is ``-N`` after signal N. :attr:`returncode` is not set.
+        """
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
@@ -271,7 +274,10 @@ def is_below(pid: int, root: int) -> bool:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Return True if the process has a handler for the signal; False if it is gone."""
+    """Return True if the process has a handler for the signal.
+
+    Return False if it is gone, or is another user's.
+    """
     status = _read(pid, "status").splitlines()
     mask = next((line.split()[1] for line in status if line.startswith(b"SigCgt:")), b"0")
     return bool(int(mask, 16) >> (signum - 1) & 1)

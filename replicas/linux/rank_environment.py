@@ -60,10 +60,12 @@ def join_place(pidfd: int, output: int, environment: int) -> None:
     was forked for the rank. The arguments are those that :func:`describe_own_place`
     returned in the rank; they stay open. The rank's mark (a variable by which its shim
     finds all its processes) is also put where other processes see it; see
-    :func:`replicas.linux.processes.set_mark`.
+    :func:`replicas.linux.processes.set_mark`. A group that cannot be entered is
+    ignored.
 
     :raises ValueError: the rank has a mark, and this process was started without the
-        variable that the mark overwrites.
+        variable that the mark overwrites. By then its output is replaced, and its
+        environment is not.
     """
     _enter_group_of(pidfd)
     os.dup2(output, 1)

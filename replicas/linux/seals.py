@@ -37,7 +37,7 @@ def is_final(fd: int) -> bool:
 
 
 def close_to_writers(fd: int) -> None:
-    """Seal a memfd against new writers, for ever; do nothing where the kernel cannot.
+    """Seal a memfd against new writers, for ever; do nothing where that fails.
 
     Writable mappings that exist keep working.
     """

@@ -47,7 +47,10 @@ def tcp_socket(address: str) -> socket.socket:
 
 
 def round_trip_s(connection: socket.socket) -> float:
-    """Return the kernel's smoothed round-trip time of a connection; 0 if unknown."""
+    """Return the kernel's smoothed round-trip time of a TCP connection, in seconds.
+
+    It sends nothing. Return 0 if the socket is closed, or not a TCP one.
+    """
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
         return float(_ROUND_TRIP.unpack(info)[0]) / 1e6
@@ -129,7 +132,9 @@ def holder(inode: int) -> str:
 
 
 def why_not(error: OSError, port: int) -> str:
-    """Return a text for the error of a bind, with the processes that have the port.
+    """Return a text for the error of a bind; if the port is in use, with its users.
+
+    These are the visible processes that listen on it.
 
     :param error: of the bind. :param port: the port that was wanted.
     """
@@ -187,7 +192,8 @@ def is_own(path: Path) -> bool:
 def listens(path: Path) -> bool:
     """Return True if a process, even a frozen one, listens on the Unix socket ``path``.
 
-    Tries a connection, and never blocks.
+    Return False if none does, or nothing is at the path. Tries a connection, and never
+    blocks.
 
     :raises OSError: it cannot be determined, as for the socket of another user.
     """

@@ -56,8 +56,8 @@ def folder(log_dir: Path) -> Path:
 def register(log_dir: Path, rank: int, start: int) -> None:
     """Have this process write its stacks to a file whenever :data:`SIGNUM` arrives.
 
-    Installs a signal handler, and creates the file, which stays open. Later calls do
-    nothing.
+    Installs a signal handler, and creates the file, which stays open. Later calls in
+    the same process do nothing; a forked child must call it again.
 
     :param log_dir: folder of the log files.
     :param rank: of this process, for the file's name.

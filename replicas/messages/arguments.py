@@ -227,8 +227,8 @@ def text(what: str, value: object, *, most: int = bounds.INFO_LENGTH) -> str:
 
 
 def name(what: str, value: object) -> str:
-    """Return ``value`` as a plain str if it can name a channel or group, or raise
-    UsageError.
+    """Return ``value`` as a plain str if it can name a channel or group: 1 to 128
+    printable characters without a slash. Else raise UsageError.
 
     :param what: the argument's name in the error.
     """

@@ -129,8 +129,9 @@ def text_of(value: object, most: int = TEXT_LENGTH) -> str:
 
 
 def texts_of(found: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy in which each text after the first 64 is replaced by "see the
-    status and the log of the coordinator", so that a message with many stays small.
+    """Return a copy in which each text after the first 64, in the order of ``found``,
+    is replaced by "see the status and the log of the coordinator", so that a message
+    with many stays small.
 
     :param found: texts by name; all names stay.
     """

@@ -69,6 +69,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def member(self) -> Member:
-        """Identity of the member that sends it: group, replica, rank and
-        incarnation."""
+        """Identity of the member that sends it, made of the fields group, replica, rank
+        and incarnation. With ``any_replica`` the replica's index is not chosen yet."""
         return Member(self.group, self.replica, self.rank, self.incarnation)

@@ -41,8 +41,9 @@ Tree = dict[str, Any]
 
 
 def document(status: RunStatus, now: float) -> Tree:
-    """Return the run's status, with its verdict, as the page's JSON document: objects
-    by name under ``run``, ``groups``, ``replicas``, ``nodes`` and ``channels``.
+    """Return the run's status as the page's JSON document, a new dict: ``run`` and
+    ``verdict`` (what is wrong), and objects by name under ``groups``, ``replicas``,
+    ``nodes`` and ``channels``.
 
     :param now: time of the status, in seconds since 1970.
     """
@@ -79,8 +80,11 @@ def _member(member: MemberStatus, now: float) -> Tree:
 
 
 def _own(struct: msgspec.Struct, now: float) -> Tree:
-    """Return the fields of a struct that have a value, with points in time in place of
-    ages. Fields that the document has elsewhere are left out.
+    """Return the fields of a part of the status by name, as JSON data in a new dict.
+
+    Left out are fields that are None or an empty text or collection (0 and False stay),
+    ``heartbeat_age_s``, and what the document has in another place, such as a group's
+    replicas. An age in seconds becomes a point in time, such as ``since``.
 
     :param now: time of the status, in seconds since 1970.
     """

@@ -344,8 +344,8 @@ class Live:
         self._news = asyncio.Event()
 
     def _forget_later(self) -> None:
-        """Start a timer (again, if it runs) that frees the history in 15 s, unless
-        there are viewers by then."""
+        """Start a timer, in place of one that runs, that frees the history and the
+        document in 15 s, unless there are viewers then. Call it on the loop."""
         if self._forgetting is not None:
             self._forgetting.cancel()
         self._forgetting = asyncio.get_running_loop().call_later(LINGER_S, self._drop_history)

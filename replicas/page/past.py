@@ -160,8 +160,11 @@ class Past:
         return self._tally.shown_in(status, now)
 
     def _node(self, node: NodeStatus, age_s: float) -> NodeStatus:
-        """Return the status of a node, with its replicas, and ``age_s``, the seconds
-        since its last event."""
+        """Return a copy of a node's status with the names of the replicas that are
+        known to run on it, and ``age_s`` as ``heard_age_s``.
+
+        :param age_s: seconds since the node's last event; below 0 counts as 0.
+        """
         has = (one.name for one in self._replicas.values() if node.name in one.nodes)
         return replace(node, replicas=tuple(sorted(has)), heard_age_s=max(0.0, age_s))
 

@@ -54,20 +54,23 @@ class _Client:
 
 
 class ShimForks(Protocol):
-    """Forks the shims of a template."""
+    """Forks shims (parents of ranks) from this process, a group's template."""
 
     def problem(self) -> tuple[str, bool]:
-        """Return why none can be forked, or "", and whether a new process could."""
+        """Return why no shim can be forked, or "", and whether a new template could."""
 
     def fork(self, control: int, place: list[int], others: dict[str, int]) -> int:
-        """Fork a shim with these descriptors, and return its pid.
+        """Fork a shim with these descriptors, which stay open here; return its pid.
 
+        :param control: its socket to the agent, which asked for it.
+        :param place: the agent's pidfd, the shim's output, and its environment (memfd).
+        :param others: further descriptors for it, by name.
         :raises OSError: the system allows no process.
         """
 
 
 class ForkServer:
-    """The forkserver's loop: serves ranks that connect, and forks sidecars for them.
+    """The forkserver's loop: forks sidecars (helper processes) for ranks that connect.
 
     A forked child calls ``run_sidecar(channel, pidfd)``. With ``shims``, it is a
     group's template, which forks shims for the agent.
@@ -90,7 +93,7 @@ class ForkServer:
             pidfd)``: its socket to the rank, and a pidfd of the rank; never returns.
         :param listener: socket at which processes of this user connect.
         :param secret: that they must show.
-        :param shims: what a template's forked children become.
+        :param shims: forks shims, if this process is a group's template; else None.
         """
         self._run_sidecar, self._shims = run_sidecar, shims
         self._secret = secret
@@ -183,7 +186,9 @@ class ForkServer:
 
         If files have changed, exit after that reply: the keeper starts another process.
 
-        :param fds: the shim's control socket, and those that are named; closed here.
+        :param client: the agent that asked, with its pidfd, output and environment.
+        :param fds: the shim's control socket, and one for each of ``names``; closed
+            here.
         """
         assert self._shims is not None
         why, stale = self._shims.problem()
@@ -248,7 +253,8 @@ class ForkServer:
     def _drop(self, client: _Client) -> None:
         """Close a client's connection and pidfd, and send its sidecars SIGKILL.
 
-        Does nothing for a client that was dropped. Shims end by themselves, in order.
+        Does nothing for a client that was dropped. A template's shims get no signal:
+        they end by themselves.
         """
         if client not in self._clients:
             return
@@ -263,9 +269,9 @@ class ForkServer:
             frames.close_all(client.place)
 
     def _reap(self, pidfd: int) -> None:
-        """Forget a child that has ended; collect its status, close ``pidfd``.
+        """Forget a child that has ended; collect its status, close its ``pidfd``.
 
-        Tell a shim's owner its exit code.
+        If it was a shim, send its owner, if still connected, the exit code (Ended).
         """
         owner = self._children.pop(pidfd)
         self._selector.unregister(pidfd)

@@ -75,9 +75,10 @@ def start_forkserver(
 
 
 class KeptForkserver:
-    """One forkserver process, kept running from the first connection or :meth:`need`.
+    """One forkserver (it forks helpers), kept running from its first use.
 
-    A forkserver forks sidecars. For the thread of the running loop only.
+    That is the first connection, or :meth:`need`. The helpers are sidecars. For the
+    thread of the running loop only.
 
     :param environment: variables of the process.
     :param given_up: called once, with the reason, if it is not started again.
@@ -123,7 +124,8 @@ class KeptForkserver:
 
     @property
     def fds(self) -> set[int]:
-        """Descriptors that a forked child of this process must not keep."""
+        """Descriptors of the process and the socket, as far as open. A forked child of
+        this process must not keep them open."""
         child = set() if self._child is None else {self._child.pidfd}
         return child | ({self._listener.fileno()} - {-1})
 
@@ -133,14 +135,15 @@ class KeptForkserver:
         return self._listener.fileno() < 0
 
     def need(self) -> None:
-        """Start the process now and after each end, without waiting for connections."""
+        """Have the process run from now on, and again after each end, with or without
+        connections. Do not wait for it."""
         if not self._ahead:
             self._ahead = True
             if self._life.state == "waiting" and self._life.due == math.inf:
                 self._start()
 
     def kill(self) -> None:
-        """Kill the process and close its socket, for good. Idempotent."""
+        """Kill the process and close its socket, for good; do not wait. Idempotent."""
         self._life.stop()
         if self._timer is not None:
             self._timer.cancel()
@@ -151,9 +154,7 @@ class KeptForkserver:
             self._listener.close()
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
-        """Kill the process and close its socket, for good.
-
-        Wait for the end of the process.
+        """Kill the process and close its socket, for good; wait for the process's end.
 
         After ``timeout_s`` only log that it has not ended.
         """

@@ -169,7 +169,10 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         return self._slice_s
 
     def verify(self) -> None:
-        """Raise StoreTampered if a key that this member wrote has changed."""
+        """Raise StoreTampered if a key that this member wrote was deleted or changed.
+
+        Reads these keys from the store; blocks for that.
+        """
         keys = list(self._mine)
         self._inner.set_timeout(timedelta(seconds=self.slice_s))
         if keys and not self._inner.check(keys):

@@ -129,7 +129,9 @@ def find_files(path: Path | str) -> Files:
 
 
 def read_specs(files: Files) -> dict[str, TensorSpec]:
-    """Return names, dtypes and shapes of the tensors in these files; read headers only.
+    """Return names, dtypes and shapes of all tensors in these files, by name.
+
+    Read headers only. A tied tensor is under one name, that of its bytes in the file.
 
     :raises replicas.errors.UsageError: a file is not a valid safetensors file.
     """

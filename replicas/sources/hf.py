@@ -184,7 +184,10 @@ class HfSource:
 
     def keeps_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """Return True if the model's class has tensor ``name`` stay in float32 when the
-        model is cast to ``dtype``. Nothing is cast here."""
+        model is cast to ``dtype``. Nothing is cast here.
+
+        False for all names before the first :meth:`metadata` or iteration.
+        """
         return name in self._planner.kept_in_float32(dtype)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -173,9 +173,11 @@ def _write(folder: int, name: str, header: bytes, version: int, spans: Iterable[
 
 
 def digest(version: int) -> str:
-    """Compute the digest of a version's tensors, as in the publisher's receipt.
+    """Return the digest of a version's tensors, computed from their bytes, in the form
+    of the publisher's receipt.
 
-    :param version: a descriptor of the version's file, whose header is left out.
+    :param version: a descriptor of the version's file, whose header is left out; the
+        file position stays.
     """
     start = read_header(version).start
     nbytes = os.fstat(version).st_size

@@ -193,7 +193,7 @@ class _Operator:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals during the block; leave them ignored after it."""
+        """Handle SIGTERM, SIGINT, SIGHUP, SIGUSR1 in the block; ignore them later."""
         loop = asyncio.get_running_loop()
         signals = {
             signal.SIGTERM: self._drain,
@@ -406,7 +406,7 @@ class Watcher:
         self._loop_at: float | None = None
 
     async def run(self) -> None:
-        """Send ``READY=1``, then changes, at least each second, until cancelled."""
+        """Send ``READY=1``, then each change within about 1 s, until cancelled."""
         if not self._notifier.wanted:
             return
         watchdog_s = self._notifier.watchdog_s

@@ -32,7 +32,7 @@ class SchedulerHooks(NamedTuple):
 
 
 def on_cluster(config: Config, address: str, min_nodes: int) -> Config:
-    """Return the config changed so that agents offer all machines, this one too.
+    """Return a copy of the config in which agents offer all machines, this one too.
 
     A control port or store on loopback is moved to ``address``, the control port to any
     free port.

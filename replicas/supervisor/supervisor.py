@@ -378,7 +378,7 @@ class Supervisor:
         await fleet.scale(scaled, replicas)
 
     async def steer(self, order: VersionOrder) -> Steered:
-        """Carry out an order about versions; return the outcome once it is on disk.
+        """Serve, keep or name a version as ordered; return the outcome once on disk.
 
         :raises replicas.errors.ReplicasError: the order was refused.
         """
@@ -482,7 +482,7 @@ class Supervisor:
         return await self.reloading.reload(config)
 
     async def stacks(self, target: str | None = None) -> dict[str, str]:
-        """Return the stacks of ranks as texts, by ``group/replica/rank``.
+        """Ask for stacks of ranks; return them as texts, by ``group/replica/rank``.
 
         :param target: a group, or a replica (``group/index``). Default: all.
         """

@@ -47,7 +47,7 @@ _SEQ = re.compile(rb'^\{"seq":(\d+),')
 
 
 class EventLog:
-    """All events of a run, as its supervisor sees them.
+    """All events of a run, as its supervisor sees them. For its event loop's thread.
 
     :param path: the file; None keeps nothing on disk.
     :param max_nbytes: size at which the file is rotated.
@@ -163,7 +163,7 @@ class EventLog:
         """Return the next records above number ``position``, in order, but not always
         all: a call returns those in memory, or one piece of a file. Call it again with
         the last number until the list is empty. Records whose file has been deleted
-        are skipped."""
+        are skipped. Blocks while it reads a file."""
         if position >= self.seq:
             return []
         first = self._ring[0].seq if self._ring else self.seq + 1
@@ -341,8 +341,9 @@ def _offset(file: BinaryIO, after: int) -> int:
 
 
 def _line_from(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]:
-    """Return (start, record's number) of the first whole line after ``offset`` and
-    before ``end``, or (end, None) if there is none."""
+    """Return (start, record's number) of the first line with a record that starts after
+    ``offset`` and before ``end``, or (end, None) if there is none. Moves the file's
+    position."""
     file.seek(offset)
     file.readline()
     while (start := file.tell()) < end:
@@ -364,7 +365,10 @@ def _last_seq(path: Path) -> int:
 
 
 def _end_of_last_line(fd: int) -> int:
-    """Return the offset in bytes after the file's last line break, or 0."""
+    """Return the offset in bytes after the file's last line break, or 0 without one.
+
+    Reads the file and moves its position; ``fd`` stays open.
+    """
     with os.fdopen(os.dup(fd), "rb") as file:
         end = file.seek(_offset(file, 1 << 62))
         while data := _whole_lines(file):

@@ -83,8 +83,8 @@ class Traces:
             log.warning("ending without exporting the last spans, which took more than %g s", timeout_s)
 
     def _missed(self, count: int) -> None:
-        """Log that the full queue has dropped this number of events; called by the
-        queue."""
+        """Log that ``count`` events were dropped, as the queue was full. Called by the
+        queue, on the exporting thread, before the next event."""
         log.warning("skipping %d events in the exported spans: the collector does not keep up", count)
 
     def _export_record(self, record: Record | None) -> None:

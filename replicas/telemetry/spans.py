@@ -124,7 +124,7 @@ class Spans:
         return sorted((mark for one in self._marks.values() for mark in one), key=lambda mark: mark.seq)
 
     def changed(self, since: int) -> tuple[list[Span], list[Mark]]:
-        """Return spans and marks begun, changed or ended by events after ``since``."""
+        """Return the spans and marks that events numbered above ``since`` changed."""
         spans: list[Span] = []
         for span in reversed(self._changes.values()):
             if span.changed <= since:
@@ -255,7 +255,7 @@ class Spans:
 
     def _exited(self, event: events.ReplicaExited) -> None:
         """Store how the ranks of a generation ended, as attributes of its span; end the
-        span, and those of its versions."""
+        span, and those of its versions. Do nothing if that span is not open."""
         track = track_of(event)
         life = self._open.get((track, "generation", ""))
         if life is not None and life.attributes["number"] == event.generation:
@@ -265,8 +265,8 @@ class Spans:
             self._end_versions(track)
 
     def _loaded(self, event: effects.ReplicaLoaded) -> None:
-        """Begin the span of a version that a replica has loaded; end the span of the
-        version that it served on the channel until now."""
+        """Begin the span of a version that a replica has loaded (for version 0: none);
+        end the span of the version that it served on the channel until now."""
         track, channel, version = track_of(event), event.channel, event.version
         serves = self._open.get((track, "version", channel))
         if serves is not None and serves.attributes["version"] == version:
@@ -326,7 +326,7 @@ class Spans:
         return "+".join(dict.fromkeys(lives[-1].attributes["nodes"])) or name if lives else name
 
     def _node_changed(self, event: events.NodeChanged) -> None:
-        """Begin the span of a node's new state, and end that of the state before."""
+        """Begin the span of a node's new state, if it has changed, and end the last."""
         track = track_of(event)
         known = self._open.get((track, "node", ""))
         if known is None or known.name != event.after:
@@ -429,8 +429,8 @@ class Spans:
 
 
 def read(records: Iterable[events.Record], most: int = MOST) -> Spans:
-    """Fold all records; return the spans of the last run in them. A track keeps
-    ``most`` of a kind."""
+    """Fold all records; return the spans of the last run in them. A track (line of the
+    timeline) keeps ``most`` ended spans of a kind."""
     found = Spans(most)
     for record in records:
         found.feed(record)
@@ -438,7 +438,7 @@ def read(records: Iterable[events.Record], most: int = MOST) -> Spans:
 
 
 def _key(span: Span) -> tuple[int, str, str, str]:
-    """Return the key by which a span is known in ``_changes``."""
+    """Return (number, track, kind, name) of a span: its key among the changed ones."""
     return span.id, span.track, span.kind, span.name
 
 

@@ -338,8 +338,8 @@ class CounterDeltas:
     def since(self, counts: Mapping[str, int], now: float | None = None) -> list[tuple[str, int]]:
         """Return (name, growth since the last report) of each counter that has grown.
 
-        This is then the last report. The list is empty if ``interval_s`` is not over
-        yet.
+        This is then the last report. The list is empty, and nothing is recorded, for
+        ``interval_s`` after the last report with growth.
 
         :param counts: the counters' present values.
         :param now: the present time, in seconds of any steady clock. None: report

@@ -226,9 +226,12 @@ WELL = len(_ILL)
 
 
 def illness(replica: ReplicaStatus) -> int:
-    """Return a sort key of the replica's state: 0 is the worst, :data:`WELL` is
-    healthy. A ready replica that has not loaded a version 30 s after its commit counts
-    as ``behind``."""
+    """Return a sort key: 0 for a replica in the worst state (failed), higher ones for
+    better states, up to :data:`WELL` for a replica that is well.
+
+    A ready or finished replica counts as ``behind``, not as well, if on any channel it
+    has not loaded a version 30 s after it should have.
+    """
     behind = replica.state in GOOD and max(replica.lag_s.values(), default=0.0) > BEHIND_S
     state = "behind" if behind else replica.state
     return _ILL.index(state) if state in _ILL else WELL

@@ -229,7 +229,9 @@ def play(scene: str, trial: Trial) -> None:
 
 
 def _serves_each_version(stage: _Stage) -> None:
-    """Check that each published version is loaded and served."""
+    """Scene: publish three versions, each when the one before is served; assert that
+    the follower calls the verbs in order, and that the server computes with each
+    version, and with the last one after the follower was stopped."""
     with stage.following():
         for value in (1.0, 2.0, 3.0):
             stage.publish(value)
@@ -240,8 +242,8 @@ def _serves_each_version(stage: _Stage) -> None:
 
 
 def _a_load_fails_once(stage: _Stage, when: str) -> None:
-    """Check that a load is repeated after one error, raised ``when``: "before" or
-    "after" the engine's load."""
+    """Scene: raise one error in a load, ``when``: "before" or "after" the engine has
+    loaded; assert that the follower loads again, and that the version is served."""
     with stage.following() as engine:
         stage.publish(1.0)
         stage.wait_until_served(1.0)
@@ -261,7 +263,8 @@ def _raise_next(failures: Iterator[BaseException]) -> None:
 
 
 def _a_load_fails_for_good(stage: _Stage) -> None:
-    """Check that two failed loads leave the server paused, and end the follower."""
+    """Scene: have all loads of a version fail; assert that after two the follower ends
+    with the error, the server stays paused, the gate shut, and the trainer is told."""
     with stage.following() as engine:
         stage.publish(1.0)
         stage.wait_until_served(1.0)
@@ -278,8 +281,8 @@ def _a_load_fails_for_good(stage: _Stage) -> None:
 
 
 def _does_not_fit(stage: _Stage, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> None:
-    """Check that a version with one wrong tensor is refused without a pause of the
-    server, and that the next good version is served.
+    """Scene: publish a version with one wrong tensor; assert that it is refused without
+    a pause of the server, that the trainer is told, and the next version is served.
 
     :param change: takes name and tensor of one tensor; returns a wrong name or tensor.
     """
@@ -306,8 +309,9 @@ def _does_not_fit(stage: _Stage, change: Callable[[str, torch.Tensor], tuple[str
 
 
 def _killed(stage: _Stage, verb: str) -> None:
-    """Check that the follower ends with an error when the server is killed just before
-    the engine's method ``verb`` (its name, such as "load") is called."""
+    """Scene: publish a version, and kill the server just before the follower calls the
+    engine's method ``verb`` (its name, such as "load"); assert that the follower ends
+    with a SyncError, and never opens the gate with that version."""
     with stage.following() as engine:
         stage.publish(1.0)
         stage.wait_until_served(1.0)
@@ -322,8 +326,9 @@ def _killed(stage: _Stage, verb: str) -> None:
 
 
 def _the_follower_dies(stage: _Stage, verb: str) -> None:
-    """Let the follower die right after it has called the engine's method ``verb`` (its
-    name, such as "load"); check that a second one has the server serve again."""
+    """Scene: publish a version, and let the follower die right after it has called the
+    engine's method ``verb`` (its name, such as "load"); assert that with a second
+    follower the server serves that version, and the next one."""
     with stage.following() as engine:
         stage.publish(1.0)
         stage.wait_until_served(1.0)
@@ -338,7 +343,8 @@ def _the_follower_dies(stage: _Stage, verb: str) -> None:
 
 
 def _versions_are_faster_than_loads(stage: _Stage) -> None:
-    """Check that versions are skipped when they come faster than they load."""
+    """Scene: publish eight versions, seven of them during the first load; assert that
+    the last one is served, and that others were skipped."""
     with stage.following() as engine:
         go = threading.Event()
         engine.before["load"] = partial(go.wait, stage.trial.limit_s)
@@ -353,7 +359,8 @@ def _versions_are_faster_than_loads(stage: _Stage) -> None:
 
 
 def _it_is_watched(stage: _Stage) -> None:
-    """Check that the follower ends when the server is killed between loads."""
+    """Scene: kill the server between loads, and publish one more version; assert that
+    the follower ends with a SyncError."""
     with stage.following():
         stage.publish(1.0)
         stage.wait_until_served(1.0)

@@ -275,7 +275,7 @@ class FakeRun:
     # ------------------------------------------------------------ on the session thread
 
     def _check_begun(self) -> None:
-        """Raise UsageError outside the ``with`` block."""
+        """Raise UsageError before the ``with`` block was entered, and after its end."""
         if self._token_fd < 0:
             raise errors.UsageError("this fake run has not begun, or is over", hint="use it in its `with` block")
 

@@ -29,9 +29,10 @@ class Wire:
         """Make a connection between a session and the coordinator's engine; send
         nothing.
 
-        :param introduced: called with this wire and the member that its first message
-            names.
-        :param accepted: whether the member's token is the run's; if not, it is refused.
+        :param introduced: called with this wire and the member that the first message
+            names, when the engine has accepted that member.
+        :param accepted: whether the member's token is the run's; if not, its first
+            message is answered by a refusal.
         """
         self._engine = engine
         self._accepted = accepted
@@ -76,7 +77,7 @@ class Wire:
 
     async def recv(self) -> bytes:
         """Wait for the next frame of the coordinator, and return it. Raises
-        ConnectionError after a cut."""
+        ConnectionError after a cut, once no written frame is left."""
         cut = asyncio.ensure_future(self._cut.wait())
         frame = asyncio.ensure_future(self._frames.get())
         try:
@@ -90,8 +91,8 @@ class Wire:
             frame.cancel()
 
     async def close(self) -> None:
-        """Cut the connection; the member's session at the engine stays, and may
-        resume."""
+        """Cut the connection, unless it is cut. The engine keeps the member's session
+        (until its lease ends), which may resume over another wire."""
         self.abort()
 
     def abort(self) -> None:

@@ -30,10 +30,13 @@ _NAME = "replicas"
 
 
 def key_hash(certificate: bytes) -> str:
-    """Return the SHA-256, in hexadecimal, of the public key of a certificate (in DER).
+    """Return the SHA-256, in hexadecimal, of a certificate's public key.
 
-    A join token contains this hash of the control port's key; clients compare the two.
+    The hash is of the key's SubjectPublicKeyInfo, not of the certificate. A join token
+    contains that of the control port's key; a client compares it with the hash of the
+    key that the port shows in the TLS handshake.
 
+    :param certificate: in DER.
     :raises ValueError: it is malformed, or its key is of an unknown kind.
     """
     from cryptography import x509  # takes 50 ms, which a run on loopback need not spend
@@ -106,8 +109,8 @@ class PortKey:
     def of_folder(cls, folder: Path) -> PortKey:
         """Return the port key saved in a folder; if there is none, make one there.
 
-        The file is ``key.pem``, readable by this user only. The caller has the folder's
-        lock.
+        The file is ``key.pem``, readable by this user only; a missing folder is made,
+        too. The caller must hold the folder's lock.
 
         :raises replicas.errors.UsageError: it cannot be made or used.
         """

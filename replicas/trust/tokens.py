@@ -152,7 +152,8 @@ class Tokens:
     def replace_by(self, changed: Tokens) -> None:
         """Take over the secrets of ``changed``, a changed copy; drop the present ones.
 
-        Have the connections closed whose secret is no longer valid.
+        Also call the ``end`` of each :meth:`watched` connection whose secret is no
+        longer valid. :attr:`key` stays.
         """
         old = [one for role in ROLES for one in self._secrets[role] if one not in changed._secrets[role]]
         self._secrets = {role: [*changed._secrets[role]] for role in ROLES}
@@ -174,7 +175,10 @@ class Tokens:
     # ------------------------------------------------------------ who asks
 
     def role_of(self, headers: Mapping[str, str]) -> Role | None:
-        """Return the role whose secret these headers show, or None for no valid one."""
+        """Return the role whose secret these headers show, or None for no valid one.
+
+        :param headers: of a request; read under the name ``authorization``.
+        """
         return self.role(headers.get("authorization", "").encode())
 
     def role(self, authorization: bytes) -> Role | None:
@@ -192,7 +196,7 @@ class Tokens:
         return found
 
     def refusal(self, headers: Mapping[str, str]) -> str:
-        """Return why a request with these headers is refused, as a text for its sender.
+        """Return why a request that :meth:`role_of` rejects is refused, for its sender.
 
         It is "missing token", "old token: ..." for a retired one, or "wrong token".
         """
@@ -270,9 +274,10 @@ class Tokens:
 
 
 def _secret_of(authorization: bytes) -> bytes:
-    """Return the secret in a Bearer header, also in one with a whole token.
+    """Return the secret in an Authorization header's value; do not check it.
 
-    Return ``b""`` for a header of another kind.
+    The value is ``Bearer SECRET``, or ``Bearer`` and a whole token (``R1HASH.SECRET``),
+    of which the part after the dot is returned. Return ``b""`` for any other scheme.
     """
     kind, _, given = authorization.partition(b" ")
     if kind.lower() != b"bearer":

@@ -61,9 +61,11 @@ class Way(NamedTuple):
         return f"{scheme}{'s' if self.context is not None else ''}://{self.endpoint}{path}"
 
     def refusal(self, error: BaseException) -> errors.UsageError | None:
-        """Return the error to raise to the user for an error of TLS, or None.
+        """Return (do not raise) the error to raise to the user for an error of TLS.
 
-        None means that ``error`` is of another kind, and the caller may try again.
+        Return None if ``error`` is of another kind: the caller may connect again.
+
+        :param error: of an attempt to connect.
         """
         if isinstance(error, WrongKey):
             return errors.UsageError(str(error.strerror), hint=_HINT)
@@ -89,7 +91,8 @@ def way_to(endpoint: str, token: str, environment: Mapping[str, str] | None = No
     :param token: empty for pages that need no token.
     :param environment: instead of ``os.environ``.
     :raises replicas.errors.UsageError: the port is not on loopback, and neither token
-        nor environment identify its key; or the CA's file cannot be used.
+        nor environment identify its key; or the token is malformed, or the CA's file
+        cannot be used.
     """
     source = os.environ if environment is None else environment
     host = split(endpoint)[0]

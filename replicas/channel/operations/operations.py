@@ -161,7 +161,10 @@ class RankOperations(Part):
             self._send(job)
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        """End all open operations with ``error``; those of unknown outcome stay so."""
+        """End all open operations with ``error``.
+
+        An operation that has ended, also as OutcomeUnknown, keeps its outcome.
+        """
         for job in list(self._jobs.values()):
             self._end(job, error)
 
@@ -209,8 +212,8 @@ class RankOperations(Part):
     def _start_attempt(self, go: wire.OperationGo) -> None:
         """Handle the coordinator's Go: start an attempt on the lane that it names.
 
-        A Go that broadcasts a version is passed on. If the call has ended here, or the
-        attempt is not a newer one, send OperationFailed instead.
+        A Go that broadcasts a version is passed to ``broadcast``. If the call has ended
+        here, or the attempt is not a newer one, send OperationFailed instead.
         """
         if go.transfer:
             self._broadcast(go)
@@ -232,8 +235,8 @@ class RankOperations(Part):
     async def _run(self, job: Job, attempt: OperationAttempt) -> None:
         """Run one attempt, send OperationDone or OperationFailed, and free its buffers.
 
-        Waits for its turn on the lane (process group). Keeps the buffers if a sidecar
-        that uses them does not die.
+        Waits for its turn on the lane (process group). After a failure kill the lane's
+        sidecar; if it does not die, keep the buffers, which it may still use.
         """
         hub, lane, operation = self._hub, None, attempt.go.operation
         answer: wire.OperationDone | wire.OperationFailed

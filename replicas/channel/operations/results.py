@@ -342,8 +342,8 @@ class Unknown:
     def keep(self, job: Job) -> None:
         """Keep the outputs of a job of unknown outcome, for a later verdict.
 
-        Beyond 4 jobs, drop the oldest: a later wait for that raises Gone if it is known
-        to have succeeded, else still OutcomeUnknown.
+        Beyond 4 jobs, drop the oldest: a later wait for the oldest raises Gone if it is
+        known to have succeeded, else OutcomeUnknown for good.
         """
         job.kept = True
         self._kept = (*self._kept, job)
@@ -356,7 +356,8 @@ class Unknown:
     def close(self) -> None:
         """Drop the kept jobs and their outputs, and have their buffers released.
 
-        A later wait for results that were not yet written raises Gone.
+        A later wait raises Gone for a job that is known to have succeeded, and
+        OutcomeUnknown for any other.
         """
         error = self._hub.error(errors.Gone, "the channel was closed before anyone waited for the results", hint="")
         for job in self._kept:

@@ -54,7 +54,7 @@ class Scratch:
 
         The caller owns the buffer until :meth:`give`.
 
-        :raises NoCapacity: there is no memory, even without the idle buffers.
+        :raises NoCapacity: there is no memory, though all idle buffers were freed.
         """
         found = self.take_idle(nbytes)
         if found is not None:
@@ -154,7 +154,8 @@ def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequenc
     """Copy each tensor to its place in ``buffer``, laid out as ``segments``.
 
     :param gpu: UUID of the GPU of the tensors: copy on this thread's current stream,
-        and wait only for copies that involve host memory. Empty: copy on the CPU.
+        and wait only for copies that involve host memory; readers of the buffer wait
+        for the others. Empty: copy on the CPU.
     :raises UsageError: a tensor has no memory.
     """
     places, tensors = read_segments(buffer, segments), usable(tensors, segments)

@@ -31,7 +31,7 @@ class Carriers(Part):
         """Start no process before it is needed.
 
         :param prepare: called instead of starting a carrier where versions go over
-            process groups; forks a spare sidecar.
+            process groups; forks a spare sidecar (process that runs one such group).
         """
         self._hub = hub
         self._prepare_lanes = prepare
@@ -42,7 +42,7 @@ class Carriers(Part):
         return {LaneAhead: self._handle_lane_ahead}
 
     def new_term(self) -> None:
-        """Send the port of the running carrier, if any, to the new coordinator."""
+        """Send the port of the running carrier, if any, to a restarted coordinator."""
         if self._told is not None and self._told.usable:
             self._announce(self._told)
 
@@ -72,8 +72,8 @@ class Carriers(Part):
     async def get(self) -> Carrier:
         """Return the carrier (transfer server) of this process, once it listens.
 
-        Starts the process if none runs, and reports the port of a new one to the
-        coordinator.
+        Starts the process if none runs; the channels of this process share it. Reports
+        its port to the coordinator if this channel has not done so.
 
         :raises replicas.carry.rank_side.CarrierDied: it could not be started.
         """
@@ -86,7 +86,7 @@ class Carriers(Part):
     def _announce(self, carrier: Carrier) -> None:
         """Send the port of a running carrier to the coordinator; remember the carrier.
 
-        For a new one, also arrange that its death is reported.
+        If it is another one than before, also have its death reported.
         """
         if carrier is not self._told:
             carrier.ends.append(partial(self._hub.call, self._ended, carrier))
@@ -96,8 +96,8 @@ class Carriers(Part):
     def _ended(self, carrier: Carrier) -> None:
         """Tell the coordinator (as port 0) that ``carrier`` died; forget it.
 
-        The next :meth:`get` starts another. Does nothing for a carrier that was
-        replaced, or if the channel is over.
+        The next :meth:`get` starts another. Does nothing for a carrier that is not the
+        one reported last, or if the channel is over.
         """
         if carrier is self._told and self._hub.over is None:
             self._told = None

@@ -33,7 +33,7 @@ class FrameConnection(Protocol):
 
     @property
     def fd(self) -> int:
-        """The file descriptor of the connection, or -1."""
+        """The socket's descriptor; -1 if the coordinator is in this process."""
 
     @property
     def heard(self) -> float:
@@ -54,7 +54,7 @@ class FrameConnection(Protocol):
         """
 
     async def close(self) -> None:
-        """Close the connection in order: wait for the closing handshake."""
+        """Close the connection in order: send a close frame, and await the answer."""
 
     def abort(self) -> None:
         """Drop the connection immediately, without a closing handshake."""

@@ -83,7 +83,9 @@ class ToldVersions:
     def decisions(self) -> dict[str, Any]:
         """Return what the coordinator has decided, as far as known here, by name.
 
-        These are fields of a Hello, for a coordinator that has restarted.
+        The names are ``latest``, ``latest_digest``, ``assigned``, ``adopted``,
+        ``unadopted`` and ``latest_content`` (the version whose bytes ``latest`` has; 0:
+        its own): fields of a Hello, for a coordinator that has restarted.
         """
         names = ("latest", "latest_digest", "assigned", "adopted", "unadopted")
         decided = {name: getattr(self, name) for name in names}
@@ -187,7 +189,7 @@ class HeldVersions(ToldVersions):
         return tuple(held)
 
     def lent(self) -> tuple[int, ...]:
-        """Return versions released here that other processes may still map."""
+        """Return versions released here that others may still map; () before open."""
         return tuple(sorted(self.arena.lent())) if self.opened else ()
 
     def find_pinned(self, version: int) -> Slot | None:
@@ -209,7 +211,7 @@ class HeldVersions(ToldVersions):
         """Return digest, manifest hash, meta and device type of ``version``, as an
         answer to send.
 
-        The hashes are "" if the version is not held here.
+        If the version is not held here, the hashes are "", and the device is ``cpu``.
         """
         image = self.arena.images().get(version)
         if image is None:
@@ -270,9 +272,9 @@ class HeldVersions(ToldVersions):
         return newest
 
     def release(self, version: int) -> None:
-        """Stop protecting ``version`` from eviction.
+        """Protect ``version`` no more; free its slot, now or with its last pin.
 
-        Free its slot, now or with its last pin.
+        Does nothing to a version that is not held.
         """
         self.prepared.discard(version)
         self.publishing.discard(version)
@@ -290,7 +292,8 @@ class HeldVersions(ToldVersions):
     async def verify_doubtful(self, version: int, digest: str) -> bool:
         """Digest a version on another thread; return True if that gives ``digest``.
 
-        Also returns True if the version is no longer held. Records the digest if right.
+        Also returns True if the version is no longer held. Records a right digest; a
+        version with a wrong one is left for the caller to drop.
         """
         slot = self.arena.find_pinned(version)
         if slot is None:
@@ -393,7 +396,7 @@ class Loans:
     def give_back(self, holder: Holder) -> None:
         """Call the ``take_back`` that :meth:`lend` got with ``holder``: its loan ends.
 
-        Do nothing if it has ended.
+        Do nothing if the loan has ended already.
         """
         take_back = self._end(holder)
         if take_back is not None:
@@ -402,7 +405,7 @@ class Loans:
     def keep(self, holder: Holder) -> bool:
         """End a loan without its ``take_back``: the caller owns the resource now.
 
-        Return False, and do nothing, if ``holder`` has no loan.
+        Return False, and do nothing, if ``holder`` has no loan (any more).
         """
         return self._end(holder) is not None
 

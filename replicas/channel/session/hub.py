@@ -54,7 +54,7 @@ class Part:
         return {}
 
     def new_term(self) -> None:
-        """Handle a restarted coordinator: announce the open work, or end it."""
+        """Handle a restarted coordinator: a part announces, or ends, its open work."""
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         """End all work with ``error``, as the session ended; default: as new_term."""
@@ -121,7 +121,7 @@ class Hub:
         self._down_reason = ""
 
     def start(self, session: Session, parts: tuple[Part, ...]) -> None:
-        """Set session and parts, and register their message handlers; send nothing."""
+        """Set session and parts, and register the parts' handlers; send nothing."""
         self.session = session
         self._parts = parts
         self.loop.call(self.loop.users.add, self._loop_broken)  # changed on the session thread only
@@ -133,8 +133,7 @@ class Hub:
     @property
     def arena(self) -> Arena:
         """The slots (memory for versions) of this process. It raises AttributeError
-        before the first Welcome (the answer to Hello), which says how many there
-        are."""
+        before the first Welcome (answer to Hello), which has their number."""
         return self.held_versions.arena
 
     @property
@@ -197,7 +196,7 @@ class Hub:
             getattr(part, event.__name__)(*args, **kwargs)
 
     def update_hello(self, hello: wire.Hello) -> wire.Hello:
-        """Return ``hello`` with this member's current state; remember it as sent."""
+        """Return a copy of ``hello`` with this member's state now; store it as sent."""
         known = self.held_versions
         self.hello = msgspec.structs.replace(
             hello,
@@ -229,8 +228,9 @@ class Hub:
     def welcomed(self, welcome: wire.Welcome, resumed: bool) -> None:
         """Take over settings and versions from a Welcome (the answer to a Hello).
 
-        The first one makes the slots. A later one that is not ``resumed`` is a new
-        coordinator's: announce all open work to it.
+        The first one makes the slots. A later one ends the channel if its ``staging``
+        differs. If it is not ``resumed``, it is a new coordinator's: announce all open
+        work to it.
         """
         first = not self.held_versions.opened
         if not first and welcome.settings.staging != self.settings.staging:
@@ -362,7 +362,7 @@ class Hub:
                 self.arena.released(message.version)
 
     async def _locate(self, beacons: tuple[wire.Beacon, ...], number: int) -> None:
-        """Send the index of the first of ``beacons`` that is on this host, or -1.
+        """Send the index of the first of ``beacons`` (processes) on this host, or -1.
 
         :param number: of the question; nothing is sent if a newer one has come.
         """
@@ -378,7 +378,7 @@ class Hub:
             logger.warning("channel %s: %s", self.name, _APART)
 
     def set_assigned(self, version: int) -> None:
-        """Session thread: protect ``version``, which this rank loads next; 0: none."""
+        """Session thread: do not evict ``version``, to be loaded next here; 0: none."""
         self.held_versions.assigned = version
         self.held_versions.protect()
 

@@ -168,7 +168,8 @@ class SessionLoop:
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Any thread: run ``function(*args)`` on the loop soon, in call order.
 
-        Never raises: once the thread has ended, the waiters' Pendings fail.
+        Never raises: once the thread has ended, the waiters' Pendings fail. If
+        ``function`` raises, that is only logged.
         """
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(function, *args)
@@ -182,6 +183,7 @@ class SessionLoop:
             free its result itself, as no caller gets that.
         :raises TimeoutError: it took longer than ``timeout_s``. If the wait fails for
             any reason, the coroutine is cancelled, unless ``timeout_s`` is None.
+        :raises replicas.errors.InternalError: this is the session thread.
         """
         if threading.current_thread() is self._thread:
             raise errors.InternalError("the session thread cannot wait for itself")
@@ -208,7 +210,10 @@ class SessionLoop:
             pending.fail(error if isinstance(error, Exception) else _as_internal(error))
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Session thread: start a task named ``name``; log an unhandled error."""
+        """Session thread: start a task named ``name``, and keep it until it has ended.
+
+        Its exception is logged as a bug, and ends no channel.
+        """
         task = self.loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -306,7 +311,8 @@ class SessionLoop:
     def close(self) -> None:
         """Main thread, at exit: close all channels, helper processes and the loop.
 
-        Blocks for a few seconds at most, unless a channel takes long to leave.
+        Blocks for a few seconds at most, unless a channel takes long to leave. Waits
+        that are still open then fail with Gone; the loop is of no use any more.
         """
         if self._over:
             if self not in _abandoned:
@@ -344,7 +350,8 @@ class SessionLoop:
     def abandon(self) -> None:
         """In a forked child: replace the parent's descriptors by ``/dev/null``.
 
-        They are those of the loop, its sessions and its helper processes.
+        They are those of the loop, its sessions and its helper processes. The numbers
+        stay taken, so that no other file gets them.
         """
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in self.fds.union(*(connection.fds for connection in self.inherited)):

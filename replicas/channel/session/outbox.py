@@ -20,7 +20,7 @@ class Outbox:
 
     @property
     def all_sent(self) -> bool:
-        """True if no message is unsent."""
+        """True if no message is unsent (sent ones may be unacknowledged)."""
         return self._sent == self._numbered
 
     def append(self, body: bytes) -> None:
@@ -37,7 +37,10 @@ class Outbox:
                 yield number, body
 
     def drop_acked(self, acked: int) -> None:
-        """Drop the messages with numbers up to ``acked``."""
+        """Drop the messages with numbers up to ``acked``: the coordinator has them.
+
+        A lower number than before changes nothing.
+        """
         self.acked = max(self.acked, acked)
         while self._queue and self._queue[0][0] <= acked:
             self._queue.popleft()

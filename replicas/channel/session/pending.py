@@ -106,7 +106,7 @@ class Receipt(ReceiptData, frozen=True, kw_only=True, eq=False):
 
     @classmethod
     def of(cls, data: ReceiptData, **more: Any) -> Receipt:
-        """Return a receipt with the fields of ``data`` and ``more``."""
+        """Return a receipt with the fields of ``data``, and those given by ``more``."""
         return cls(**msgspec.structs.asdict(data), **more)
 
     def metrics(self, prefix: str = "replicas/") -> dict[str, float]:
@@ -224,16 +224,16 @@ class Pending(Generic[T]):
             )
 
     def _observe_outcome(self) -> bool:
-        """Return True, without blocking, if it has ended; then it is not taken back."""
+        """Return True, without blocking, if it has ended; then forbid take_back()."""
         return self.done() and locked(self._ending, self._observe)
 
     def _observe(self) -> bool:
-        """Under the lock: keep an outcome from being taken back; False without one."""
+        """Under the lock: forbid take_back() of an outcome; False if there is none."""
         self._observed = self._observed or self._ended.is_set  # the value may have been taken back since
         return self._ended.is_set
 
     def _end(self, value: T | None, error: BaseException | None) -> bool:
-        """Set the outcome and wake the waiters; return False if there was one."""
+        """Set the outcome, wake the waiters; return False if one was set: it stays."""
         is_first = locked(self._ending, self._put, value, error)
         if not self._ended.is_set:
             return is_first  # the value was taken back already: the waiters keep waiting
@@ -246,7 +246,7 @@ class Pending(Generic[T]):
         return is_first
 
     def _put(self, value: T | None, error: BaseException | None) -> bool:
-        """Under the lock: set the outcome; return False if already set."""
+        """Under the lock: set the outcome; return False if one was set, which stays."""
         if self._ended.is_set:
             return False
         self._value, self._error = value, error
@@ -287,7 +287,7 @@ class Promise(Pending[T]):
         return self._observed
 
     def mark_reported(self) -> None:
-        """Record that the caller knows of the failure; no later call raises it."""
+        """Record that a failure is known: no later publish or close raises it."""
         self._told = True
 
     def resolve(self, value: T) -> bool:
@@ -306,7 +306,7 @@ class Promise(Pending[T]):
         return self._wait_ended(timeout_s)
 
     def wait_for_session(self, timeout_s: float | None = None) -> T:
-        """Wait, return or raise as :meth:`wait`; allowed on a coordinator's event loop.
+        """Wait, return or raise as :meth:`wait`, also on a coordinator's event loop.
 
         :raises TimeoutError: ``timeout_s`` has passed.
         """
@@ -326,7 +326,7 @@ class Promise(Pending[T]):
             return True
 
     def replace_unknown(self, outcome: T | BaseException) -> bool:
-        """Replace OutcomeUnknown by ``outcome``; for any other, only return False."""
+        """Replace an OutcomeUnknown by ``outcome``; if there is none, return False."""
         with self._ending:
             if not self.unknown:
                 return False

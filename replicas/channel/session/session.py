@@ -182,7 +182,7 @@ class Session:
         self._wake.set()
 
     async def close(self, reason: str, timeout_s: float) -> None:
-        """Send Bye within ``timeout_s`` if connected, and end the session's task.
+        """Send Bye within ``timeout_s`` if connected; end the session's task, and wait.
 
         :param reason: the text of the Bye.
         """
@@ -389,7 +389,7 @@ class Session:
         self._heard, self._clock.due = now, now + self.heartbeat_interval_s / 2
 
     def _note_pause(self) -> None:
-        """After a suspension of this process, reset silence and tell the handler."""
+        """After a suspension of this process, begin to measure silence; tell the handler."""
         now = time.monotonic()
         if self._clock.measure_pause(now):
             self._reset_silence(now)  # first read what arrived meanwhile

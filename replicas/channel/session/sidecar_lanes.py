@@ -69,7 +69,10 @@ class SidecarLane:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # one operation at a time, in the order of their Go
 
     def end(self) -> None:
-        """Mark the lane (process group) as ended; kill its sidecar process."""
+        """Mark the lane (process group) as ended; kill its sidecar, but do not wait.
+
+        An operation that is running there then raises SidecarDied.
+        """
         self.ended = True
         if self.sidecar is not None:
             self.sidecar.kill()
@@ -77,7 +80,8 @@ class SidecarLane:
     async def gone(self) -> bool:
         """Kill the sidecar, and wait for its death.
 
-        Return True if it is dead, or there was none; False if it lives after 5 s.
+        The lane (process group) has ended then. Return True if the sidecar is dead, or
+        there was none; False if it lives after 5 s, and may still write to its memory.
         """
         self.end()
         return self.sidecar is None or await self.sidecar.wait_dead(DEATH_TIMEOUT_S)
@@ -88,6 +92,7 @@ class SidecarLane:
         """Wait until the sidecar has run the operation that ``go`` describes.
 
         The caller holds :attr:`turn`, so that the lane runs one operation at a time.
+        After an error the sidecar may use the memory until it is dead (:meth:`gone`).
 
         :param inputs: shared memory that the sidecar reads; None on a member without
             any.
@@ -151,12 +156,12 @@ class SidecarLanes(Part):
             logger.warning("channel %s: trying again later to start a helper process: %s", self._hub.name, error)
 
     def new_term(self) -> None:
-        """Kill the sidecars of all lanes, which a new coordinator does not know."""
+        """Forget all lanes, unknown to a new coordinator; kill their sidecars."""
         for name in list(self._lanes):
             self._drop(LaneDrop(name))
 
     async def all_gone(self) -> None:
-        """Wait up to :data:`DEATH_TIMEOUT_S` until all killed sidecars are dead."""
+        """Wait until the sidecars of all dropped lanes are dead, for 5 s at most."""
         if self._ending:
             await asyncio.wait(self._ending, timeout=DEATH_TIMEOUT_S)
 
@@ -168,7 +173,8 @@ class SidecarLanes(Part):
     async def _form(self, lane: SidecarLane, group: GroupSpec) -> None:
         """Fork a sidecar, and have it build the lane's process group ``group``.
 
-        Sends LaneFormed, or LaneFailed. A spare sidecar is forked a little later.
+        Then send LaneFormed, and have a spare sidecar forked a little later. After a
+        failure kill the sidecar, and send LaneFailed.
         """
         try:
             async with asyncio.timeout(group.timeout_s):
@@ -203,7 +209,9 @@ class SidecarLanes(Part):
         return await (await loop.forkserver(name)).fork()
 
     def failed(self, lane: SidecarLane, error: BaseException, *, phase: str) -> None:
-        """Kill the lane's sidecar, and send LaneFailed with ``error``; once per lane.
+        """End the lane: kill its sidecar, and send LaneFailed with ``error``.
+
+        Do nothing if the lane has ended.
 
         :param phase: name of the work that failed, such as ``form``, for the error.
         """
@@ -213,7 +221,9 @@ class SidecarLanes(Part):
             self._hub.send(LaneFailed(lane.name, as_wire_error(error, channel=self._hub.name, phase=phase), links))
 
     def _exited(self, lane: SidecarLane, reason: str) -> None:
-        """Report that a lane's sidecar has exited, unless the lane has ended already.
+        """End a lane whose sidecar has exited on its own, and send LaneFailed.
+
+        Do nothing if the lane has ended.
 
         :param reason: how the sidecar ended, as text.
         """
@@ -252,7 +262,8 @@ class SidecarLanes(Part):
 
 
 def index_in(go: OperationGo, member: Member) -> int:
-    """Return the index of ``member`` among the participants that ``go`` names."""
+    """Return the index of ``member`` among the participants that ``go`` names; raise
+    ValueError if it is none of them."""
     return [one.name for one in go.participants].index(member.name)
 
 

@@ -29,8 +29,8 @@ class Carried:
     one process share a carrier.
 
     :param part: number of the part, or -1 for the whole version.
-    :param memory: ends with the part's ``nbytes`` bytes.
-    :param base: ends with as many bytes of a version that the peer may have, too.
+    :param memory: its last ``nbytes`` bytes are the part's; a header may precede.
+    :param base: its last bytes are those of a version that the peer may have, too.
     :ivar scratch: True if the memory is closed at the end, False for a slot's.
     """
 
@@ -44,9 +44,9 @@ class Carried:
         :param carrier: this process's transfer server.
         :param secret: of the transfer, which both ends know.
         :param part: number of the part; -1 for the whole version.
-        :param memory: ends with the part's ``nbytes`` bytes.
-        :param base: ends with as many bytes of an older version, for deltas; None: no
-            deltas.
+        :param memory: its last ``nbytes`` bytes are the part's; a header may precede.
+        :param base: its last ``nbytes`` bytes are an older version's, for deltas; None:
+            no deltas.
         """
         self.part, self.memory = part, memory
         self._base = None if base is None else (base, (base.nbytes - nbytes, nbytes))
@@ -75,10 +75,10 @@ class Carried:
         self._carrier.serve(*self._lent, filled, self._base, regions, encrypt=self._encrypt)
 
     async def drop_base(self) -> bool:
-        """Have the carrier unmap the base, the older version to which deltas are
-        computed.
+        """Have the carrier stop using the base, the older version for deltas.
 
-        Wait for that; return False if the carrier may still use the memory.
+        Wait for that. Return True once it has, or is dead; False if the carrier may
+        still use the memory.
         """
         return await self._is_unmapped(self._carrier.drop_base(self._number))
 
@@ -110,10 +110,11 @@ class Carried:
             self._carrier.receivers.pop(self._number, None)
 
     async def end(self) -> bool:
-        """Have the carrier unmap the memory, and wait for that.
+        """Have the carrier stop using the memory, and wait for that.
 
-        Return True if it has, and close the memory if it is a scratch buffer. Return
-        False if the carrier may still use the memory, which then must not be reused.
+        Return True once it has, or is dead; close the memory if it is a scratch buffer.
+        Return False if the carrier may still use the memory, which then must not be
+        reused.
         """
         ended = await self._is_unmapped(self._carrier.withdraw(self._number, "the transfer is over"))
         if ended and self.scratch:
@@ -177,7 +178,7 @@ class Transfer:
         The carrier may then serve it, or pull into it, until :meth:`end_carried`.
 
         :param part: number of the part, or -1 for the whole version.
-        :param nbytes: size of the part, with which the memory ends.
+        :param nbytes: size of the part, which is at the end of the memory.
         :param base: memory of an older version for deltas, or None.
         """
         carried = Carried(hub, carrier, self.offer.secret, part, memory, nbytes, base)
@@ -186,12 +187,10 @@ class Transfer:
         return carried
 
     async def end_carried(self, arena: Arena) -> bool:
-        """Have the carrier unmap all memory of the transfer, and unpin the base.
+        """Have the carrier stop using the transfer's memory; wait; unpin the base.
 
-        Wait for that.
-
-        Return False if the carrier may still use some: then the slot must not be
-        reused.
+        Return True once it has, or is dead. Return False if the carrier may still use
+        some: then the base stays pinned, and the slot must not be reused.
         """
         ended = all([await carried.end() for carried in self.carried])
         if ended:
@@ -234,9 +233,9 @@ class Transfer:
             copied.close()
 
     async def drop_base(self, arena: Arena) -> None:
-        """Have the carrier stop making deltas; unpin the base once it is unmapped.
+        """Have the carrier stop making deltas; wait until it has, then unpin the base.
 
-        If it cannot be unmapped, it stays pinned.
+        If the carrier may still use the base, that stays pinned.
         """
         if all([await carried.drop_base() for carried in self.carried]):
             self.unpin_base(arena)

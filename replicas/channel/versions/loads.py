@@ -143,7 +143,8 @@ class Loads:
     def let_go(self, holder: Holder, slot: Slot) -> None:
         """Queue a call on the session thread that unpins an update's slot, and return.
 
-        :param holder: whoever pinned the slot; if it has unpinned it, nothing happens.
+        :param holder: of the update, to which the slot is lent; if that loan has ended,
+            nothing happens.
         """
         self._hub.call(self.unpin, holder, slot)
 
@@ -230,7 +231,7 @@ class Loads:
             self._report(LoadFailed(version, self._as_wire(version, error)))
 
     def _report(self, message: Loaded | LoadFailed) -> None:
-        """Send the outcome of a load; then its version may be evicted from memory.
+        """Send the outcome of a load; no longer protect the version from eviction.
 
         A failure, unless the rank kept its last version, is stored, to repeat it to a
         new coordinator.
@@ -246,9 +247,9 @@ class Loads:
         self._hub.send(message)
 
     def unpin(self, holder: Holder, slot: Slot) -> None:
-        """Session thread: unpin an update's slot and end its loan.
+        """Session thread: unpin an update's slot, and end the loan to ``holder``.
 
-        Do nothing the second time.
+        Do nothing if that loan has ended.
         """
         if self._hub.loans.keep(holder):
             self._hub.arena.unpin(slot)

@@ -85,7 +85,10 @@ class ManifestExchange(Part):
         return known
 
     def _own(self, manifest_hash: str) -> bytes | None:
-        """Return the encoded manifest if it is known here, else None; cache it."""
+        """Return the encoded manifest if it is here, else None; fetch nothing.
+
+        It may be in the cache, of a version held, or of an open publish; cache it then.
+        """
         known = self._encoded.get(manifest_hash)
         if known is None:
             images = self._hub.held_versions.arena.images().values()

@@ -71,7 +71,7 @@ def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, de
 
 
 def put_part(manifest: Manifest, part: int, source: torch.Tensor, slot: Slot, device: str = "") -> None:
-    """Copy a part of a version from ``source`` (uint8) to its place in ``slot``.
+    """Copy a part of a version from ``source`` (uint8) into ``slot``, and wait.
 
     :param part: its number in the manifest; -1 if ``source`` is the whole version.
     :param device: UUID of the slot's GPU; "" for host memory.
@@ -125,9 +125,9 @@ def _gone_if_owner_ended(place: SlotPlace, version: int) -> Iterator[None]:
 
 
 def _is_there(place: SlotPlace) -> bool:
-    """Return True if the process at ``place`` still has the memory open.
+    """Return True if the process of ``place`` still has that memory open.
 
-    Return True, too, if this process has no permission to see that.
+    Return True, too, if this process has no permission to see that. Does not block.
     """
     try:
         return Path(f"/proc/{place.pid}/fd/{place.fd}").stat().st_ino == place.inode

@@ -156,7 +156,7 @@ class Publisher(Part):
         self._announce()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        """Fail open publishes with ``error``; those of unknown outcome stay so."""
+        """Fail open publishes with ``error``, except those ended as OutcomeUnknown."""
         for job in list(self._jobs.values()):
             if job.unsettled:
                 self._end_decided(job, None)
@@ -330,7 +330,7 @@ class Publisher(Part):
             self._report_failed(job, error)
 
     def _report_failed(self, job: PublishJob, error: BaseException) -> None:
-        """Send PackFailed with ``error``, so that the other ranks need not wait."""
+        """Send PackFailed with ``error``; the coordinator ends all ranks' publish."""
         job.step("fail")
         if job.unsettled:
             return  # the caller has its error already

@@ -138,14 +138,14 @@ class Receiver(Part):
         return {ReceiveGrant: self._grant, LoadDecided: self.loads.decided}
 
     def new_term(self) -> None:
-        """Repeat the open ask and the last failed load to a new coordinator."""
+        """Repeat the open ask, and open reports of loads, to a new coordinator."""
         self._wish.granted = 0
         self.loads.new_term()
         if self._wish.pending is not None:
             self._send_ask()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        """Forget the open ask; fail its Pending and a wait for a decision."""
+        """Forget the open ask; fail its Pending, and a wait to load, with ``error``."""
         pending = self._wish.pending
         self._end_ask()
         self.loads.end(error)
@@ -331,7 +331,7 @@ class Watches(Part):
         self._numbered = 0
 
     def committed(self, after: int | None, deadline_s: float | None) -> Promise[int]:
-        """Any thread: return a Promise of the first commit newer than ``after``.
+        """Any thread: return a Promise of the newest version, once above ``after``.
 
         :param after: a version number; None: the newest known now.
         :param deadline_s: seconds; None: no limit.

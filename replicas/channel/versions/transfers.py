@@ -79,7 +79,7 @@ class Transfers(Part):
             self._cancel(wire.TransferCancel(number))
 
     def filled_up_to(self, version: int, nbytes: int) -> None:
-        """Let carriers send the first ``nbytes`` of a slot that is being packed."""
+        """Let the transfer server (carrier) send the version's first ``nbytes``."""
         self._filled[version] = nbytes
         while len(self._filled) > KEPT_FILLED:
             del self._filled[next(iter(self._filled))]
@@ -189,7 +189,7 @@ class Transfers(Part):
         return self._transfers.get(transfer.offer.transfer) is not transfer
 
     def slot_wanted(self) -> None:
-        """Release the delta bases so that their slots can be reused; end the deltas."""
+        """Have delta bases released, without waiting, so that their slots get free."""
         for transfer in self._transfers.values():
             if transfer.base is not None and transfer.sends:
                 self._hub.spawn(transfer.drop_base(self._hub.arena), f"the base of transfer {transfer.offer.transfer}")
@@ -282,7 +282,7 @@ class Transfers(Part):
         hub.send(msgspec.structs.replace(done, place=slot.place))
 
     async def _stop_carrying(self, transfer: Transfer) -> None:
-        """Release the slot once the carrier has unmapped it."""
+        """End the transfer at the carrier; then unpin its slot, if no longer used."""
         if not await transfer.end_carried(self._hub.arena):
             logger.warning("channel %s: keeping %r: a helper process did not die", self._hub.name, transfer.slot)
             return
@@ -435,7 +435,7 @@ class Transfers(Part):
         return True
 
     def _let_go(self, transfer: Transfer) -> None:
-        """Take the slot from the transfer, and unpin, release or free the slot."""
+        """Take the slot from the transfer; unpin it, and on a receiver also free it."""
         slot, transfer.slot = transfer.slot, None
         if slot is None:
             return

@@ -177,7 +177,7 @@ class Update:
                 self.refuse(error)
 
     def unadopted(self) -> Update:
-        """Return this update; its ``with`` then does not wait for :meth:`adopt`."""
+        """Return this update, whose ``with`` will not call and await :meth:`adopt`."""
         self._by_hand = True
         return self
 
@@ -370,7 +370,7 @@ class Update:
         self._end_without("refused", error)
 
     def report(self, **scores: float) -> Pending[Steered]:
-        """Report scores of this version, such as ``reward=0.82``, at any time."""
+        """Report scores (``reward=0.82``) at any time; the Pending ends when stored."""
         return self._owner.score(self.version, scores)
 
     def _end_without(self, outcome: str, error: BaseException | str) -> None:

@@ -162,11 +162,14 @@ class Ledger:
         return self.labels.get(CANDIDATE, 0)
 
     def labels_of(self, version: int) -> tuple[str, ...]:
-        """Return the labels that point to the version."""
+        """Return the names of the labels that point to the version; () if none does."""
         return tuple(label for label, number in self.labels.items() if number == version)
 
     def why_rejected(self, version: int) -> str:
-        """Return why targets must not load the version; empty if they may."""
+        """Return why the version was rejected, so that no target loads it.
+
+        Return "" if it was not, or is unknown here.
+        """
         return self.versions[version].rejected if version in self.versions else ""
 
     # ------------------------------------------------------------ decisions

@@ -140,12 +140,12 @@ class AnyManifest(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def hash(self) -> str:
-        """xxh3-128 of the encoding, in hex."""
+        """xxh3-128 of the encoding, in hex; computed at the first use, then cached."""
         return self._sealed[0]
 
     @property
     def encoded_nbytes(self) -> int:
-        """Size of the encoding in bytes."""
+        """Size of the encoding in bytes; computed at the first use, then cached."""
         return self._sealed[1]
 
     @cached_property
@@ -386,7 +386,8 @@ def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, st
 
 
 def _check_piece(piece: Piece, tensors: Sequence[TensorSpec]) -> None:
-    """Raise ManifestMismatch if the piece, a box, does not lie in its tensor."""
+    """Raise ManifestMismatch if the piece, a box, does not lie in its tensor, or if its
+    byte offset in its owner's part is out of range or misaligned."""
     if not 0 <= piece.tensor < len(tensors):
         raise ManifestMismatch(f"a piece names tensor number {piece.tensor} of {len(tensors)}", hint="")
     spec = tensors[piece.tensor]

@@ -79,9 +79,9 @@ def is_over(states: Sequence[ReplicaState]) -> bool:
 def least_left(config: Config, group: GroupConfig) -> int:
     """Return how many replicas of a group must not have failed for the run to go on.
 
-    That is ``min_ready``. Without it, 1 where a source publishes to the group and a
-    failure ends only one replica: the source would else publish to no target forever.
-    Otherwise 0.
+    That is ``min_ready``. Without it, 1 if a channel has the group as a target and
+    ``on_failure`` is ``"replica"``: with none left, a source would publish to no target
+    forever. Otherwise 0.
     """
     if group.min_ready is not None:
         return group.min_ready

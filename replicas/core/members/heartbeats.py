@@ -44,7 +44,8 @@ class Heartbeats:
         channel's size.
 
         :param members: how many members the channel has; many send less often.
-        :param lease_s: the shortest lease of a member, in which four must fit.
+        :param lease_s: the shortest lease of a member. Four heartbeats fit in it,
+            unless it is below 4 s.
         """
         # never less than 1 s, however short the lease
         longest_s = max(HEARTBEAT_S, min(HEARTBEAT_MAX_S, lease_s / LEASE_BEATS))

@@ -15,7 +15,8 @@ class History:
     :ivar joined: names of all ranks that ever joined.
     :ivar left: by replica and rank: generation and time of orderly leaves, until the
         rank's next join.
-    :ivar unloaded: why replicas failed to load since the last receipt, by their name.
+    :ivar unloaded: why replicas failed to load a version, by their name, since the last
+        receipt of a committed publish.
     """
 
     def __init__(self) -> None:
@@ -57,9 +58,9 @@ class History:
         return sum(now - at <= FLAP_WINDOW_S for at in self._losses.get(name, ()))
 
     def take_unloaded(self) -> dict[str, str]:
-        """Return why replicas failed to load, by their name, and forget that.
+        """Return why replicas failed to load a version, by their name, and forget that.
 
-        So each failure is in one receipt only.
+        So each failure is in the receipt of one committed publish only.
         """
         found, self.unloaded = self.unloaded, {}
         return found

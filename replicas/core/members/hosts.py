@@ -114,7 +114,8 @@ class Hosts:
     def joined(self, state: MemberState, now: float) -> None:
         """Queue a request to a new member to try beacons, by which its host is found.
 
-        It has 5 s from ``now`` to answer. Observers have no host, and get no request.
+        It has 5 s from ``now`` to answer. If there are no beacons to try, it is a host
+        of its own at once. Observers have no host, and get no request.
         """
         if not state.observes:
             self._search(state, _Search(now + LOCATE_S))
@@ -376,7 +377,10 @@ class Keeping:
         return list(self._stand_ins.values()) if version == self._version else []
 
     def member_or_stand_in(self, member: Member) -> MemberState | None:
-        """Return the member's state, or its stand-in's if it is lost, or None."""
+        """Return the member's state; if it is lost, that of its stand-in, or None.
+
+        A stand-in is a lost member's state with memory that the coordinator keeps.
+        """
         return self._roster.get(member) or self._stand_ins.get(member)
 
     def serves(self, version: int, part_owners: Iterable[Member], needers: Iterable[MemberState]) -> bool:
@@ -386,6 +390,7 @@ class Keeping:
         newcomer, if unknown yet, may be this one.
 
         :param part_owners: the owners of its parts; empty for a whole image.
+        :param needers: members that lack the version.
         """
         kept = self.stand_ins_with(version)
         if not kept or not any(state.host in (0, self._hosts.own) for state in needers):

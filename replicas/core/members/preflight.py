@@ -184,9 +184,9 @@ def _mismatches(hello: Hello, other: Hello, config: ChannelConfig) -> Iterator[t
 def nccl_works(hellos: Sequence[Hello]) -> bool:
     """Return True if NCCL can form one group of these processes, by their GPUs.
 
-    It needs one GPU for each process, all different, unless several ranks on one are
-    enabled. NCCL takes one GPU for two if the processes' NCCL_HOSTID differ (correct,
-    but slow).
+    It needs one GPU for each process, all different, unless a process enables several
+    ranks on one (``NCCL_MULTI_RANK_GPU_ENABLE``). NCCL takes one GPU for two if the
+    processes' NCCL_HOSTID differ (correct, but slow).
 
     :param hellos: first messages of the processes, with their GPUs and NCCL settings.
     """

@@ -202,7 +202,7 @@ class Roster:
         return errors.Fenced(what, channel=self.config.name, members=[member.name], hint=hint)
 
     def insert(self, state: MemberState) -> None:
-        """Enter a new member's state, made by :meth:`add`, in all indices."""
+        """Enter a new member's state, made by :meth:`add`, in roster and indices."""
         member = state.member
         self._members[member] = state
         if not state.observes:
@@ -274,7 +274,7 @@ class Roster:
         return set(life.lost) if life is not None and generation in (life.generation, None) else set()
 
     def joined(self, group: str) -> dict[int, set[str]]:
-        """Return the nonces of the group's present members, by index of the replica."""
+        """Return the nonces of the joins of the group's members, by replica index."""
         replicas = ((index, members) for (name, index), members in self._replicas.items() if name == group)
         return {index: {member.incarnation for member in members} for index, members in replicas}
 
@@ -349,11 +349,11 @@ class Roster:
         return [f"{member.replica_name}/{rank}" for rank in absent]
 
     def available(self, state: MemberState, now: float) -> bool:
-        """Return True if the member's host is known, it responds, and is not ending."""
+        """Return True if the member responds, is not draining, and has a known host."""
         return state.host != 0 and not state.draining and not self.is_suspect(state, now)
 
     def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
-        """Remove a live member from the epoch until it has caught up.
+        """Begin an epoch without a live member: it is ``behind`` until it caught up.
 
         :param why: reason, for its status.
         :param missed: the version that it must have to be admitted again; 0 for none.
@@ -378,7 +378,7 @@ class Roster:
             self.note_heard(member, now)
 
     def disconnected(self, member: Member, now: float) -> None:
-        """Record that a member's connection ended: it is suspect 1.5 s later."""
+        """Record that a member's connection ended: suspect in 1.5 s without another."""
         if (state := self.get(member)) is not None:
             state.cut_at = now
 
@@ -388,7 +388,7 @@ class Roster:
 
     @property
     def shortest_lease_s(self) -> float:
-        """Shortest lease of any group, in seconds."""
+        """Shortest lease of any group, in seconds; at most 30, the default."""
         return min(shape.heartbeat_timeout_s for shape in (GroupShape(), *self.groups.values()))
 
     @property
@@ -410,7 +410,7 @@ class Roster:
         return interval_s
 
     def is_suspect(self, state: MemberState, now: float) -> bool:
-        """Return True if the member missed three heartbeats, or has not reconnected.
+        """Return True if the member missed 3 heartbeats, or was cut off for 1.5 s.
         Work goes on without it, but it stays a member until its lease ends."""
         cut = state.cut_at > 0.0 and now - state.cut_at > CUT_S
         return cut or now - state.last_seen > self._heartbeats.patience_s

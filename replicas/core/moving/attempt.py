@@ -286,7 +286,8 @@ class Attempt:
         )
 
     def _place(self, member: Member) -> SlotPlace | None:
-        """Return where the version is in the memory of a member, or of its stand-in.
+        """Return where the version is in the memory of a member or, if that is lost, in
+        memory that the coordinator keeps of it.
 
         Return None if that is unknown.
         """

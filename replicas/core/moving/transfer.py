@@ -253,7 +253,7 @@ class Transfer:
 
     def ready(self, member: Member, transfer: int, now: float) -> None:
         """Record a member's report that its slot is ready for attempt ``transfer``, or
-        that its pull begins. Start the broadcast if its last member is ready now."""
+        that its pull begins; ignore past attempts. The last starts the broadcast."""
         attempt, one = self.attempt, self.attempt.under_way(member, transfer)
         if one is None or one.state == "taking":
             return
@@ -292,8 +292,8 @@ class Transfer:
         now: float,
         holders: Mapping[str, str] | None = None,
     ) -> None:
-        """Handle a member's report that it cannot go on with attempt ``transfer``.
-        ``holders``: those that it could not pull from, by name, and why."""
+        """On a member's report that it cannot go on with attempt ``transfer``, fail its
+        task, or retry. ``holders``: those it could not pull from, by name, and why."""
         attempt, one = self.attempt, self.attempt.under_way(member, transfer)
         if transfer == attempt.number and member in attempt.plan.servers:
             self._refuse(member, error)  # members that pull from it fail, and find another holder
@@ -403,8 +403,8 @@ class Transfer:
         self._retry("failed", now, why)
 
     def _refuse(self, member: Member, error: errors.ReplicasError) -> None:
-        """Leave this member out, with the error as the reason. If that is ``Gone``, the
-        member no longer counts as a holder."""
+        """Leave this member out for ``error``, to which its name is added. If that is
+        ``Gone``, the member no longer counts as a holder."""
         self.refused[member], self.why[member] = error, text_of(error.message, REASON_LENGTH)
         self.needers.discard(member)
         error.members = error.members or (member.name,)
@@ -536,7 +536,7 @@ class Transfer:
         self._on_end(self, error, now)
 
     def stop(self, *, complete: bool) -> None:
-        """Withdraw all offers; end as complete, or failed, without ``on_end``."""
+        """Unless over, withdraw all offers; end, complete or failed; no ``on_end``."""
         if not self.over:
             self.attempt.close()
             self.state = TRANSFER.next(self.state, "done" if complete else "fail")

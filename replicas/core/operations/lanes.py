@@ -221,7 +221,8 @@ class Lanes:
             lane.progress.moved(member, message, now)
 
     def close(self, lane: Lane, reason: str = "") -> None:
-        """End a lane: queue the kill of its sidecars and the removal of its store keys.
+        """End a lane: queue the kill of its sidecars (its members' transfer processes),
+        and the removal of its store keys.
 
         Do nothing if the lane is dead.
 

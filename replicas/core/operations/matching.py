@@ -123,7 +123,7 @@ class Matching:
         return bool(self._streams.get(member))
 
     def may_run(self, state: MemberState) -> bool:
-        """Return True if an operation of the member runs, or may begin now."""
+        """Return True if a call of the member runs, or waits and the member is live."""
         return any(post.started or state.live for post in self._streams.get(state.member, ()))
 
     def post(self, state: MemberState, message: OperationPost, now: float) -> None:
@@ -340,8 +340,9 @@ class Matching:
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, member: Member, why: str) -> None:
-        """Remove a lost member's posts; refuse posts that need the member. ``why``: how
-        it was lost, for the error."""
+        """Remove a lost member's posts. Refuse waiting sends and receives with it, and,
+        if ``on_lost`` is ``"raise"``, the waiting collectives of its domain. ``why``:
+        how it was lost, for the error."""
         self._streams.pop(member, None)
         self._missed.pop(member, None)
         raising = self._roster.config.on_lost == "raise"
@@ -405,7 +406,8 @@ def _left_out_error(member: Member, what: str) -> errors.ReplicasError:
 
 
 def _disagreement(heads: Sequence[Post]) -> errors.ReplicasError | None:
-    """Return the error if ``heads``, a post of each member, disagree, or None."""
+    """Return the error if ``heads``, a post of each member, differ in kind, reduction,
+    root, step or tensors; None if they agree."""
     first = heads[0].message
     ragged = first.kind in ("all_gather", "gather", "scatter")  # shapes may differ between members
     for post in heads[1:]:

@@ -24,7 +24,7 @@ LINK_HINT = "check the network between the hosts of these members: all TCP ports
 
 @dataclass(slots=True, eq=False)
 class Post:
-    """One member's call of an operation.
+    """One member's call of an operation: a collective, ``send`` or ``recv``.
 
     :ivar view: the live members of its domain at the call.
     """
@@ -44,7 +44,8 @@ class Post:
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One operation, from the moment when it can start.
+    """One operation (a collective, a ``send`` with its ``recv``, or the broadcast of a
+    version), from the moment when it can start.
 
     Its states are the table :data:`replicas.core.base.membership.OPERATION`.
 

@@ -133,9 +133,9 @@ class Operations:
         return partial(self._cancel, operation)
 
     def _cancel(self, operation: Operation, reason: str) -> None:
-        """End a version's broadcast without a verdict.
+        """End a version's broadcast; its ``on_end`` is not called.
 
-        Close its lane with ``reason``.
+        Close its lane with ``reason``. Do nothing if it has ended.
         """
         if not operation.ended:
             del self._running[operation.number]
@@ -285,7 +285,7 @@ class Operations:
     # ------------------------------------------------------------ retries
 
     def close_lane(self, lane: Lane, reason: str, now: float) -> None:
-        """Close a dead lane, and start its operations again in another one. ``reason``:
+        """Close a lane, and start its operations again in another one. ``reason``:
         label for the events of the retry."""
         self._lanes.close(lane, reason)
         concerned = [operation for operation in self.running if operation.lane is lane]
@@ -343,9 +343,9 @@ class Operations:
             self.close_lane(lane, "failed" if not isinstance(error, errors.PeersLost) else "lost", now)
 
     def _finish(self, operation: Operation, error: errors.ReplicasError | None, now: float) -> None:
-        """Send all participants the verdict, and forget the operation.
+        """Forget the operation; send all the verdict, or call a broadcast's ``on_end``.
 
-        :param error: of a failure; None: send each a receipt.
+        :param error: of a failure; None: a success, for which each gets a receipt.
         """
         del self._running[operation.number]
         operation.step("done_by_all" if error is None else "fail")
@@ -378,16 +378,16 @@ class Operations:
     # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, member: Member, why: str, now: float) -> None:
-        """Go on without a lost member, which is out of the roster already. ``why``: how
-        it was lost, as short text."""
+        """Restart or end operations that wait for a lost member, which is out of the
+        roster already; remove its posts. ``why``: how it was lost, as short text."""
         if self._running:
             self._vanished[member] = why
         self.leave_out_of_all(member, why, now, reason="lost")
         self.matching.lost(member, why)
 
     def leave_out_of_all(self, member: Member, why: str, now: float, *, reason: str) -> None:
-        """Leave out a lost or behind member, and restart its operations. ``why``: for
-        people. ``reason``: label for the events."""
+        """Leave out a lost or behind member: operations that wait for it restart, or
+        end if they need it. ``why``: for people. ``reason``: label for the events."""
         for operation in self.running:
             if member in operation.awaited and not operation.ended:  # no more is needed after its done
                 lane = operation.lane
@@ -405,7 +405,7 @@ class Operations:
         self.leave_out_of_all(state.member, why, now, reason="frozen")
 
     def tick(self, now: float) -> None:
-        """Check deadlines, silent members and stalled lanes; close idle lanes."""
+        """End what is late, leave out silent members, close stalled and idle lanes."""
         for operation in self.running:
             if not operation.ended and now > operation.deadline:
                 self._end(operation, operation.overdue_error(), now)
@@ -433,7 +433,7 @@ class Operations:
         self._handle_failure(lane, [operation], error, now)
 
     def _leave_silent(self, now: float) -> None:
-        """Leave out silent members that a collective waits for."""
+        """With ``on_lost = "drop"`` leave out silent members that others wait for."""
         if self._roster.config.on_lost == "raise":
             return
         busy = {operation.domain for operation in self.running if not operation.pairwise}

@@ -183,7 +183,7 @@ class Commits:
     # ------------------------------------------------------------ from packed to moving
 
     def send_manifest(self, state: MemberState, ask: wire.ManifestAsk, now: float) -> None:
-        """Queue the next pieces of a manifest that a member asks for."""
+        """Queue the asked pieces of a manifest to a member; an empty one if unknown."""
         known = [*(transfer.payload for transfer in self.transfers), *self.contents.known]
         self._context.out.extend(Send(state.member, piece) for piece in answer(state, ask, known, now))
 
@@ -215,7 +215,7 @@ class Commits:
                 self.filled(state, message, now)
 
     def _prepare(self, publish: Publish, now: float) -> None:
-        """Make the publish's payload once its manifest was read, or fail it."""
+        """Make the publish's payload once its manifest is read, or fail the publish."""
         try:
             publish.payload = payload = self.manifests.payload(publish)
         except errors.ReplicasError as exc:
@@ -415,8 +415,8 @@ class Commits:
         self._verdict(publish, snake_case(type(error).__name__), now)
 
     def _verdict(self, publish: Publish, outcome: str, now: float, transfer: Transfer | None = None) -> None:
-        """Queue a publish's receipt or error to its ranks, and emit its record.
-        ``outcome``: ``committed``, or the name of the error."""
+        """Queue a publish's receipt or error to its ranks; emit its record, with the
+        bytes of a ``transfer``. ``outcome``: ``committed``, or an error's name."""
         context = self._context
         record = publish.record(outcome, now, moved=transfer is not None)
         self.publishes.end(publish, committed=publish.receipt is not None)
@@ -446,7 +446,7 @@ class Commits:
             transfer.lost(member, now)
 
     def tick(self, now: float, *, recovering: bool) -> None:
-        """End late publishes and transfers. ``recovering``: members may yet return."""
+        """End what is late, leave out slow targets. ``recovering``: some may return."""
         for transfer in self.transfers:
             transfer.tick(now)
         for publish in self.publishes.without_verdict():

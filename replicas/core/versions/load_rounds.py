@@ -247,7 +247,7 @@ class LoadRounds:
         self._due.add((member.group, member.replica))
 
     def cancel_ask(self, member: Member, ask: int) -> None:
-        """Withdraw a rank's request number ``ask``, and any grant not yet reported."""
+        """Withdraw a rank's request number ``ask``, and a grant not reported on yet."""
         round_ = self.of(member.group, member.replica)
         if (found := round_.asks.get(member)) is not None and found.ask == ask:  # else a newer ask has crossed this
             del round_.asks[member]
@@ -301,7 +301,7 @@ class LoadRounds:
         self._recompute_loaded(round_, state.member)
 
     def left_behind(self, group: str, replica: int, version: int, why: str) -> None:
-        """Queue the event that this replica did not load ``version``, as others did."""
+        """Queue the event that a replica did not load a version which others load."""
         self._note_failure(self.of(group, replica), group, replica, version, why, kept=True)
 
     def _note_failure(self, round_: LoadRound, group: str, replica: int, version: int, why: str, *, kept: bool) -> None:

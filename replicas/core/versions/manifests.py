@@ -90,7 +90,7 @@ def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
 
 
 def difference(old: AnyManifest, new: AnyManifest, *, limit: int = 3) -> str:
-    """Return the first ``limit`` differences of two manifests as text, or "".
+    """Return the first ``limit`` differences of two manifests as text; "" if none.
 
     In tensors and aliases; order does not count: receivers find tensors by name, and a
     checkpoint that is published again has another order than the trainer's model.
@@ -200,9 +200,11 @@ class Manifests:
     def add(self, member: Member, piece: ManifestPiece, now: float) -> bool:
         """Add a piece of a member's manifest; ask for the next ones when due.
 
-        Return True if the manifest is complete: :meth:`get` then has it.
+        Return True if the manifest is complete: :meth:`get` then has it. A piece of a
+        manifest that is not fetched from this member is ignored: False.
 
-        :raises replicas.errors.ReplicasError: the member cannot provide it.
+        :raises replicas.errors.ReplicasError: the member cannot provide it; the fetch
+            has ended.
         """
         fetch = self._fetches.get(member)
         if fetch is None or fetch.manifest_hash != piece.manifest_hash:

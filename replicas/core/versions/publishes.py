@@ -372,7 +372,8 @@ class Publishes:
     def packed(self, member: Member, message: Packed, world: int, now: float) -> None:
         """Record that a rank has filled its slot.
 
-        After the last rank, queue the publish.
+        After the last rank, queue the publish. A report about a publish that is not
+        packing (it has failed, say) is ignored.
 
         :param world: number of the replica's ranks.
         """
@@ -402,7 +403,7 @@ class Publishes:
         return publish
 
     def start_moving(self, publish: Publish, now: float) -> None:
-        """Take the publish from the queue: its transfer starts now."""
+        """Take the publish from the queue, as :attr:`moving`; start no transfer."""
         self.queue.remove(publish)
         publish.state = PUBLISH.next(publish.state, "turn")
         publish.moving_at = now

@@ -209,7 +209,7 @@ class Serving:
     def reject(self, version: int, why: str) -> None:
         """Decide that the version never becomes current.
 
-        Record why, and emit an event.
+        Record why, and emit an event; members are sent nothing.
         """
         self._context.decide("reject", version, why=text_of(why, REASON_LENGTH))
         self.report("rejected", version, why=why)

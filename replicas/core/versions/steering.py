@@ -124,6 +124,7 @@ class Steering:
         :param asked: the order, with its sender, who gets the reply.
         :raises errors.UsageError: it is served already, was rejected, or nothing is
             promoted on this channel.
+        :raises errors.Busy: it needs a new number, and another such order is under way.
         """
         if self._context.config.follow == "newest":
             text = f"channel {self._name} serves each committed version: there is nothing to promote"
@@ -139,6 +140,8 @@ class Steering:
         """Commit an older version's content again; then the candidate is rejected.
 
         :param asked: the order's sender, who gets the reply at the end.
+        :raises errors.ReplicasError: the version is served already, was rejected or is
+            gone, or another such order is under way; nothing has changed.
         """
         self._check_servable(version)
         self._recommit(asked, version, "rolled_back", self._ledger.candidate())
@@ -149,6 +152,8 @@ class Steering:
         Then ``candidate``, unless 0 or promoted meanwhile, is rejected.
 
         :param what: the kind of decision to report.
+        :raises errors.ReplicasError: another such order is under way, or no member
+            holds the content; nothing has changed.
         """
 
         def ended(error: errors.ReplicasError | None) -> None:
@@ -235,9 +240,12 @@ class Steering:
         asked.reply(Steered(channel=self._name, version=version or known, name=label))
 
     def _score(self, asked: _Asked, order: orders.Score) -> None:
-        """Record scores of a version.
+        """Record scores of a version, and reply to the order's sender.
 
         Promote or reject the candidate if these decide.
+
+        :raises errors.ReplicasError: the version is unknown, or would have too many
+            scores; none is recorded.
         """
         version = self._find(order.version, held=False)
         scores = self._ledger.versions[version].scores
@@ -360,9 +368,9 @@ class Steering:
                 self._end_lease(name, "its holder has left or died")
 
     def advance(self) -> None:
-        """Replace a rejected version that targets serve; tell members what to keep.
+        """Commit the current content again if targets may serve a rejected version.
 
-        Only members to which there is something new get a message.
+        Tell members what to keep, those to which something is new.
         """
         if self._serving.must_go_back and self._recommits.waiting is None and self._ledger.current():
             self._go_back()

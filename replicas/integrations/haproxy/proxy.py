@@ -78,6 +78,7 @@ class Haproxy:
 
     def __enter__(self) -> Haproxy:
         """Start haproxy, and block until it answers commands; it has no servers yet.
+        After an error nothing is left running.
 
         :raises replicas.errors.UsageError: it is not installed, or refuses the options.
         :raises OSError: it does not answer.

@@ -202,7 +202,11 @@ class ModelFolder(ModelSpecs):
     def link_version(self, update: Update) -> Path:
         """Replace the link ``model.safetensors`` by one to the version's memory, which
         is valid while the update (the version, held for reading) is open; also replace
-        the copies of tied tensors. Return the folder."""
+        the copies of tied tensors. Return the folder.
+
+        :raises replicas.errors.NoCapacity: the copies cannot be written; the link is
+            replaced already.
+        """
         link = self.path / "model.safetensors"
         link.unlink(missing_ok=True)
         link.symlink_to(update.path)

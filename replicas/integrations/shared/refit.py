@@ -56,7 +56,8 @@ logger = Log("replicas.integrations")
 
 
 class Seat(NamedTuple):
-    """A worker's place on the channel; with ``replica`` -1 it does not join."""
+    """A worker's identity on the channel, as :func:`replicas.join` takes it; with
+    ``replica`` -1 it does not join."""
 
     group: str
     replica: int
@@ -80,7 +81,7 @@ def channel_settings(metadata: Sequence[Metadata]) -> dict[str, Any]:
     """Return {name: settings} of the channel, for a coordinator that is started for
     these workers.
 
-    The settings are those of the first trainer.
+    They are the sources and targets, and the ``options`` of the first trainer.
     """
     first = metadata[0]
     sources = [{"group": TRAINERS, "ranks": first["ranks"]}]
@@ -194,6 +195,10 @@ class Refit:
         If the last publish is still open, and several trainers each publish a share of
         it, this trainer also leaves the channel, to join again in this sync: parts of
         the two publishes could be mixed otherwise.
+
+        :returns: ``channel``, ``ranks`` and ``options`` as given; ``seat``, or None if
+            it is not joined; ``outside``: the environment names a coordinator; and
+            ``sync``: a number for :func:`first_sync`.
         """
         self._sync_attempts += 1
         self._end_update("the sync was broken off")
@@ -216,6 +221,7 @@ class Refit:
     def init_process_group(self, *, seat: Seat, place: CoordinatorAddress | None, sync: int) -> None:
         """Join the channel as the seat's group, replica and rank, unless this worker
         has done so; leave it first if it has another seat. Block 60 s at most.
+        With a seat of replica -1 only leave.
 
         :param place: address of the coordinator; None: the environment has it.
         :param sync: the number from :func:`first_sync`; this sync's is one greater.
@@ -244,7 +250,8 @@ class Refit:
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, float]:
         """Publish if this trainer is a publisher, and wait for the commit; return the
-        figures (metrics by name) of the sync, empty for another trainer.
+        figures (metrics by name, ``replicas/...``) of the sync, empty for another
+        trainer.
 
         The weights are iterated to their end in any case, because other trainers take
         part in the gathers.
@@ -277,8 +284,10 @@ class Refit:
         version as failed.
 
         :param global_steps: not used.
-        :raises replicas.errors.SyncError: there is no trainer, or the sync was aborted.
+        :raises replicas.errors.SyncError: there is no trainer, or :meth:`prepare` has
+            begun the next sync.
         :raises replicas.errors.DeadlineExceeded: no version came by the deadline.
+        :raises replicas.errors.UsageError: this worker has not joined.
         """
         self._sync += 1
         if self.channel is None:
@@ -341,7 +350,7 @@ class Refit:
         update.loaded()
 
     def close(self) -> None:
-        """Report an open version as failed, and leave the channel."""
+        """Report an open version as failed, and leave the channel without a wait."""
         self._end_update("the worker left")
         self._leave()
 

@@ -123,7 +123,8 @@ def run_command(
 
 
 def follow_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return keyword arguments for an integration's ``follow``, by name.
+    """Return keyword arguments for an integration's ``follow``, by name: ``mode``,
+    ``every``, ``min_serving``, ``verify_load``, ``complete`` and ``engine_timeout``.
 
     :param options: what a parser with the options of :func:`add_following` has read.
     """
@@ -281,9 +282,9 @@ class Child:
 
 @contextlib.contextmanager
 def child(kind: str, command: Sequence[str], variables: Mapping[str, str]) -> Iterator[Child]:
-    """Context manager: start a server as a child that dies with this process, and
-    terminate it on leaving. After an error in the block it is killed: it is gone or
-    frozen, and would wait for its own requests.
+    """Context manager: start a server as a child that dies with this process; on
+    leaving end it (:meth:`Child.end`). After an error of this package in the block kill
+    it first: it is gone or frozen, and would wait for its own requests.
 
     :param kind: the server's name in errors.
     :param command: program and arguments.

@@ -355,7 +355,8 @@ class ReplicasEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             update.__exit__(type(error), error, None)
 
     def shutdown(self) -> None:
-        """Drop the open update, and leave the channel; inference continues."""
+        """Report an open version as refused, or as failed if its load has begun; leave
+        the channel. Inference continues."""
         channel, self._channel = self._channel, None
         self._drop_update("the worker leaves the channel")
         if channel is not None:

@@ -233,7 +233,8 @@ class EngineReload:
 
     def _keep_incomplete(self) -> dict[int, tuple[str, str, tuple[int, ...]]]:
         """Replace the real tensors of the model's layers by meta tensors, and have vLLM
-        regard all layers as incomplete, so that it allocates no memory for them.
+        regard all layers as incomplete, so that it allocates no memory for them, until
+        :meth:`restore_unfinished`.
 
         :returns: path, name and shape of all parameters, by the address of their
             storage.

@@ -172,7 +172,10 @@ class Forkserver:
         return sidecar
 
     def close(self) -> None:
-        """Close the connection, and kill its sidecars. Idempotent."""
+        """Close the connection, and kill its sidecars; do not wait. Idempotent.
+
+        Calls that wait for the forkserver raise SidecarDied.
+        """
         self._close("the forkserver connection was closed")
         for child in self._children:
             child.kill()

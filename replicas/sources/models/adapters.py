@@ -229,7 +229,7 @@ def _check_methods(peft_model: Any, adapters: list[str], tested: tuple[str, ...]
 
 def adapter_tensors(peft_model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors of the active adapter that PEFT's ``save_pretrained`` writes,
-    by name.
+    by name: the model's own, not copied, except those that PEFT computes (prompts).
 
     :param peft_model: without wrappers. :param state: its tensors, by name.
     :raises replicas.errors.UsageError: several adapters are active, or the method of

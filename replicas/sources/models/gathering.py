@@ -27,7 +27,8 @@ class WholeTensors:
     """
 
     def __init__(self, plan: Plan) -> None:
-        """Begin with nothing gathered; count the rows that need each tensor in memory.
+        """Begin with nothing gathered; count the rows that need each of the model's
+        tensors, to release it after the last of them.
 
         :param plan: its rows (how tensors of the checkpoint are made) are requested in
             order.

@@ -127,7 +127,8 @@ class Planner:
         Copies its modules, not its tensors. FSDP2 first frees what a forward has
         gathered.
 
-        :raises replicas.errors.UsageError: its adapters are of an unsupported kind.
+        :raises replicas.errors.UsageError: the model, or its adapters, are of a kind
+            that is not supported.
         """
         _reshard(self._model.modules())
         signature = _signature(self._model)
@@ -174,7 +175,8 @@ class Planner:
         return Plan(rows, structure.state, units, structure.merging)
 
     def _known_plan(self) -> Plan | None:
-        """Return the last plan, with the tensors that the model has now.
+        """Return the last plan, with the tensors that the model has now. FSDP2 first
+        frees what a forward has gathered.
 
         Return None if there is none, or if the model's modules, or dtypes, shapes or
         ties of its tensors, have changed.
@@ -266,7 +268,7 @@ class Planner:
         self, rows: dict[str, Arrangement], state: Mapping[str, torch.Tensor], tuned: Container[str]
     ) -> dict[str, Arrangement]:
         """Return ``rows`` (how each tensor is made) or, with ``frozen=False``, those of
-        them that are made of a tensor that is trained.
+        them that are made of a tensor that is trained. Buffers count as trained.
 
         :param state: the tensors in memory. :param tuned: names of those that adapters
             change, which count as trained.

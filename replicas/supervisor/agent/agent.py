@@ -92,7 +92,7 @@ class _Refused(Exception):
 
 
 class Agent:
-    """The agent of one node: joins a run, and starts, watches and ends its shims."""
+    """A node's agent: joins a run; starts, watches and ends shims (ranks' parents)."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Agent:
     def leave(self, reason: str) -> None:
         """Ask the supervisor to move the replicas away; a second call ends the agent.
 
-        Without a supervisor, the first call ends it. ``reason``: in words, for people.
+        Without a supervisor, the first call ends it. Never waits.
         """
         if self._tenancy.state != "serving":
             self._end(reason)
@@ -228,7 +228,7 @@ class Agent:
             await asyncio.sleep(BEAT_S if until is None else max(0.01, min(BEAT_S, until - now)))
 
     async def _end_with_lease(self) -> None:
-        """End all replicas after the lease; allow a new join when all are gone."""
+        """End all replicas as the lease is over, wait, and then allow a new join."""
         log.warning("node %s: ending all its replicas: %s within the time allowed (lease)", self.node, _UNREACHED)
         self._tenancy.step("lease_over")
         self._lease_ended_at = self._loop.time()
@@ -310,9 +310,9 @@ class Agent:
         return late or isinstance(error, ConnectionRefusedError)
 
     def _disconnected(self) -> None:
-        """End an agent without a lease: now, or in ``adopt_s`` if that is allowed.
+        """End the agent as its supervisor is gone: now, or after ``adopt_s`` if given.
 
-        Do nothing if it has a lease, or has not joined yet.
+        Do nothing if it has a lease (which decides instead), or has not joined yet.
         """
         if self._welcome is None or self._tenancy.leased or not self._tenancy.serves:
             return
@@ -412,7 +412,7 @@ class Agent:
                 await link.send(wire.encode(message))
 
     def _send(self, message: wire.AgentMessage) -> None:
-        """Queue a message to the supervisor. Never waits; the next join drops it."""
+        """Queue a message to the supervisor; never wait. A rejoin drops unsent ones."""
         self._outbox.append(message)
         self._news.set()
 

@@ -40,7 +40,9 @@ _ROOM_NBYTES = 4096
 def template_environment(spec: PartSpec) -> dict[str, str]:
     """Return the environment in which the modules of a part's template are loaded.
 
-    It is that of the part's ranks, but for what differs between replicas.
+    A template is a process with a group's modules loaded, from which its parts'
+    processes fork. The environment is that of the part's ranks, but for what differs
+    between replicas.
     """
     env = {name: value for name, value in spec.env.items() if name not in (*_OWN, *_DEVICES)}
     env = {name: value for name, value in env.items() if not name.startswith(TORCHRUN)}
@@ -50,7 +52,7 @@ def template_environment(spec: PartSpec) -> dict[str, str]:
 
 
 def template_command(spec: PartSpec) -> list[str]:
-    """Return the command line of a part's template."""
+    """Return the command line of a part's template, from which its processes fork."""
     program = Path(spec.cwd, spec.command[0])
     folder = program.resolve().parent if program.suffix == ".py" else spec.cwd
     file = Path(__file__).parent.parent / "shim" / "template.py"
@@ -65,17 +67,17 @@ def template_command(spec: PartSpec) -> list[str]:
 
 
 class Forkservers:
-    """The sidecar forkservers of a node, by their addresses.
+    """A node's forkservers, which fork ranks' helper processes, and groups' templates.
 
-    A forkserver forks helper processes (sidecars) for ranks. For the event loop's
-    thread only.
+    The helper processes are sidecars. A template has a group's modules loaded, and
+    forks the processes of its parts. For the event loop's thread only.
 
     :param broken: called with an address and a reason when ranks with that address
         cannot sync.
     """
 
     def __init__(self, broken: Callable[[str, str], None]) -> None:
-        """Begin without forkservers.
+        """Begin without forkservers and templates.
 
         :param broken: called on the loop with an address and a reason when ranks with
             that address cannot sync, as its forkserver is not started again.
@@ -106,16 +108,18 @@ class Forkservers:
         return self._kept[key].address
 
     def retain(self, addresses: Collection[str]) -> None:
-        """SIGKILL and forget the forkservers with addresses other than these."""
+        """SIGKILL and forget the forkservers with other addresses; do not wait."""
         for key, one in list(self._kept.items()):
             if one.address not in addresses:
                 self._kept.pop(key).kill()
 
     def template(self, spec: PartSpec) -> str:
-        """Return the address of the template from which the part's processes fork.
+        """Return the socket address of the template that forks the part's processes.
 
-        It is started at the group's first part, and replaced when what it depends on
-        has changed. Return "" if the group has none, or the system refuses it.
+        A template is a process that has loaded the group's ``preload`` modules. Start
+        it, without waiting, at the group's first part; kill and replace it when its
+        modules, command or environment have changed. Return "" if the group preloads
+        none, or the template cannot be started or was given up.
         """
         if not spec.preload:
             return ""
@@ -135,7 +139,7 @@ class Forkservers:
         return "" if kept.over else kept.address
 
     def _no_template(self, group: str, reason: str) -> None:
-        """Log that the group's processes are started without a template from now on."""
+        """Log why the group's processes are started without a template; do no more."""
         log.warning("starting the processes of %s without their template, as it %s", group, reason)
 
     async def aclose(self) -> None:

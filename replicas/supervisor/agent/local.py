@@ -74,7 +74,8 @@ async def _run(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the agent of the supervisor's machine as this process, to its end.
 
-    Ignores the signals that end a session. Return the exit code.
+    Ignores SIGTERM, SIGINT and SIGHUP. Return the exit code: 0 if the run is over or
+    the node was released, else 1.
 
     :param arguments: of the command line; default: those of this process.
     """

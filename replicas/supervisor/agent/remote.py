@@ -70,11 +70,12 @@ async def _dial(to: Invitation) -> tuple[SupervisorLink, str]:
 async def _serve(to: Invitation, name: str, labels: Mapping[str, str], folder: AgentFolder, address: str) -> int:
     """Lock the folder, and run an agent until its end. Return its exit code.
 
-    The caller releases the folder. SIGTERM, SIGINT and SIGHUP let the node leave in
-    order.
+    The caller releases the folder. Handles SIGTERM, SIGINT and SIGHUP of this process:
+    the node then leaves in order.
 
     :param to: address and token of the supervisor.
     :param name: of the node.
+    :param folder: the agent's own state folder.
     :param address: of this node's ranks for other nodes; "" for the connection's.
     """
     identity = await anyio.to_thread.run_sync(folder.acquire)

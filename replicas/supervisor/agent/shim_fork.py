@@ -21,20 +21,29 @@ LOAD_S = 120.0
 
 
 class Owner(Protocol):
-    """Whom a :class:`ShimFork` tells what becomes of it, on the loop."""
+    """The caller that wants a shim, told of the outcome on the loop."""
 
     def forked(self, pid: int, pidfd: int) -> None:
-        """Take over the forked process, and its pidfd."""
+        """Watch the forked shim. The owner closes its ``pidfd``."""
 
     def not_forked(self, reason: str) -> None:
-        """Do without: no process was forked, or none that has its control socket."""
+        """Start the shim in another way: the template has confirmed no fork.
+
+        :param reason: why, in words.
+        """
 
     def ended(self, code: int | None) -> None:
-        """Note the end and the exit code; None if the template cannot tell it."""
+        """Note the exit code of the forked shim.
+
+        None: the connection to the template has ended, and the shim lives on perhaps.
+        """
 
 
 class ShimFork:
-    """One request for a shim, and the connection to the template that forks it."""
+    """A request to a template process to fork a shim, the parent of a part's ranks.
+
+    It is the connection to the template, until the end of the shim.
+    """
 
     def __init__(
         self, address: str, owner: Owner, log: int, environment: Mapping[str, str], fds: Mapping[str, int]
@@ -42,6 +51,7 @@ class ShimFork:
         """Ask the template for a shim, without waiting for it.
 
         :param address: of the template, with its secret.
+        :param owner: told on the loop of the fork and of the end.
         :param log: descriptor to which the shim writes.
         :param environment: all variables of the shim.
         :param fds: its descriptors by name, ``control`` first; they stay open here.
@@ -66,7 +76,7 @@ class ShimFork:
         self._timer = self._loop.call_later(LOAD_S, self._give_up, f"has not answered within {LOAD_S:g} s")
 
     def close(self) -> None:
-        """End the connection; tell nothing more. Idempotent."""
+        """Close the connection; the owner is told no more. A forked shim lives on."""
         self._timer.cancel()
         if self._sock.fileno() >= 0:
             self._loop.remove_reader(self._sock)
@@ -99,7 +109,7 @@ class ShimFork:
             frames.close_all(fds)
 
     def _give_up(self, reason: str) -> None:
-        """Close the connection, and tell the owner that nothing more comes of it."""
+        """Close it, and tell the owner ``ended(None)`` or, unforked, ``not_forked``."""
         self.close()
         if self._is_forked:
             self._owner.ended(None)

@@ -126,7 +126,7 @@ class ShimProcess:
         self._loop.add_reader(ours, self._control.read)
 
     def forked(self, pid: int, pidfd: int) -> None:
-        """Watch the started process of the shim, and send it the spec."""
+        """Watch the started shim by ``pidfd``, closed at its end; send it the spec."""
         self._pidfd = pidfd
         self._answered_at = time.monotonic()
         self.state = self.state._replace(pid=pid, start_time=start_time(pid) or 0, losses=self._unlogged)
@@ -149,7 +149,11 @@ class ShimProcess:
             self._changed()
 
     def _end_unstarted(self, why: str) -> None:
-        """Report the part as ended, as its shim has not been started."""
+        """Report the part as ended and gone, as its shim has not been started.
+
+        :param why: what has failed, in words; empty if it was told to end before its
+            start.
+        """
         if self._fork is not None:
             self._fork.close()
         self._control.close()
@@ -182,7 +186,9 @@ class ShimProcess:
     def stop(self, timeout_s: float, *, stacks: bool = False, broken: str = "") -> None:
         """Order the shim to send its processes SIGTERM now, and SIGKILL later.
 
-        Does not wait for the shim. A further call can make the SIGKILL earlier.
+        Does not wait for the shim. A further call can make the SIGKILL earlier. A shim
+        that its template has not forked yet is given up, and its part reported as
+        ended.
 
         :param timeout_s: seconds until those that are left get SIGKILL.
         :param stacks: first save all stacks to their logs, which takes up to 3 s.

@@ -224,7 +224,10 @@ class Shims:
             shim.kill()
 
     async def aclose(self) -> None:
-        """End the sidecar forkservers, and wait. For when all shims are gone."""
+        """Kill the forkservers and templates, and wait up to 5 s for their ends.
+
+        For when all shims are gone.
+        """
         await self._forkservers.aclose()
 
     def _living(self) -> list[ShimProcess]:

@@ -31,10 +31,10 @@ _UNKNOWN = "unknown nodes"
 
 
 class PredecessorWaits:
-    """Leases of agents, and shims of no replica (strangers), for which starts wait.
+    """Leases of agents, and shims of no replica (strangers), for which starts wait. A
+    lease says how long an agent may run without a supervisor.
 
-    A lease says how long an agent may run without a supervisor. It is *unseen* while no
-    agent has reported which shims run under it.
+    It is *unseen* while no agent has reported which shims run under it.
 
     :param file: the leases on disk.
     """

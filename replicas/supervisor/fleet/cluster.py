@@ -58,7 +58,7 @@ def lease_of(config: Config, *, local: bool = False) -> float:
 
 
 class Cluster:
-    """The nodes of a run. For the event loop's thread only.
+    """The nodes of a run, their agents and shims. For the event loop's thread only.
 
     :ivar members: the nodes by name.
     """
@@ -381,8 +381,7 @@ class Cluster:
     def _changed(self, member: NodeEntry, before: NodeState | None = None, reason: str = "") -> None:
         """Offer or withdraw the node; report a new state; wake the monitor; save.
 
-        :param before: the node's state before this change; None if its state is the
-            same.
+        :param before: its earlier state; None if the state has not changed.
         """
         self._offer(member)
         after, address = member.life.state, member.hello.address
@@ -405,7 +404,7 @@ class Cluster:
         return [name for name, member in self.members.items() if not member.local and member.life.state == "up"]
 
     def drain(self, node: str, *, undo: bool = False) -> None:
-        """Let no new replica start on the node, or allow it again (``undo``)."""
+        """Let no replica start on the node, or allow it again (``undo``); move none."""
         member = self.members[node]
         member.life.ask("undrain" if undo else "drain")
         if undo:
@@ -464,7 +463,8 @@ class Cluster:
                     await link.over.wait()
 
     async def ask(self, node: str, query: wire.Query, kind: type[Reply], timeout_s: float = 10.0) -> Reply:
-        """Send ``node`` a query; return a reply of ``kind``, or raise TimeoutError."""
+        """Send ``node`` a query; return its reply, of type ``kind``. Raise TimeoutError
+        if the node is away, or does not reply in time."""
         member = self.members.get(node)
         if member is None or member.link is None or member.life.state != "up":
             raise TimeoutError(f"node {node} is away: its agent is not connected")

@@ -113,10 +113,8 @@ class Fleet:
         self._fill(group)
 
     def _fill(self, group: Group, adopted: Adopted | None = None) -> None:
-        """Add and start the missing replicas of a group, or continue generations.
-
-        ``adopted``, if not None, has those that an earlier supervisor started.
-        """
+        """Add and start the missing replicas of a group; those in ``adopted`` continue
+        generations that an earlier supervisor started."""
         joined = self._context.coordinator.joined(group.config.name) if group.config.external else ()
         kind = External if group.config.external else Replica
         name, found = group.config.name, adopted or {}
@@ -286,7 +284,8 @@ class Fleet:
         return self.groups[group].size
 
     def waits_for(self, group: str, replica: int, *, first: bool) -> Reason | None:
-        """Assign nodes, or return why it waits (``first``: also for other groups)."""
+        """Assign nodes to a replica and return None, or return why it waits. A
+        ``first`` start also waits for other groups."""
         one = self.groups[group]
         if self._held_back(one):
             return f"for the other replicas of group {group}, which restart together"
@@ -299,7 +298,7 @@ class Fleet:
         return waits or (f"for {lacks}" if lacks else None)
 
     def _held_back(self, group: Group) -> bool:
-        """Return True if the group restarts as a whole, which is not due yet."""
+        """Return True if the group restarts as a whole, and cannot start again yet."""
         if group.config.restart.strategy != "group":
             return False
         return any(one.falling for one in group.replicas.values()) or group.rules.resume_in_s(_now()) > 0
@@ -316,7 +315,7 @@ class Fleet:
                 other.restart(cause, drain=False)
 
     def progressed(self, group: str, replica: int) -> bool | None:
-        """Return whether the generation has a new step or version; None if unknown."""
+        """Return whether its generation made a new step or version; None if unknown."""
         one = self.groups[group]
         if one.config.restart.strategy == "group":
             found = [other.current.progressed for other in one.replicas.values()]

@@ -261,7 +261,8 @@ class Generation:
     async def stacks(self) -> dict[str, str]:
         """Ask for the stacks of all ranks, wait, and return them as texts.
 
-        By ``group/replica/rank``; parts whose shim does not answer in time have a note.
+        By ``group/replica/rank``; a part whose shim does not answer within 5 s has a
+        note, one that has ended is left out.
         """
         found: dict[str, str] = {}
         for part, record in zip(self.parts, self.records, strict=False):  # an ended generation has no records left
@@ -296,7 +297,10 @@ def save_start(context: FleetContext, generation: int) -> Reason | None:
 
 
 def wants_tee(logs: LogsConfig) -> bool:
-    """Return True if lines of ranks are to be shown on stderr, by this config."""
+    """Return True if lines of ranks are to be shown on stderr, by ``logs.tee``.
+
+    With ``auto``: if stderr is a terminal now.
+    """
     return logs.tee == "always" or (logs.tee == "auto" and os.isatty(2))
 
 

@@ -195,7 +195,7 @@ class LocalAgent:
         send_signal(self._pidfd, signal.SIGKILL)
 
     async def aclose(self) -> None:
-        """Wait until the agent has ended, as it was ordered to; start no other.
+        """Wait up to 8 s for the end of the agent, as it was ordered; start no other.
 
         Kill one that never joined or does not end. Leave it if it has processes left,
         or survives SIGKILL for 5 s.

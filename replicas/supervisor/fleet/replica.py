@@ -38,7 +38,7 @@ REQUESTED = Cause("requested", "restart requested")
 
 
 class Replica:
-    """One replica of a group: starts, checks, restarts and ends its generations."""
+    """One replica of a group: begins, checks and ends its generations (its starts)."""
 
     def __init__(
         self, context: FleetContext, group: GroupConfig, index: int, fleet: Neighbours, restarts: Restarts
@@ -200,7 +200,7 @@ class Replica:
         return "end" in actions
 
     def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
-        """End what runs (``drain``: after its sync), and start again without budget.
+        """Order an end (``drain``: after its sync) and a new start, outside the budget.
 
         :raises replicas.errors.UsageError: the replica is being stopped for good.
         """

@@ -22,7 +22,10 @@ from replicas.supervisor.wire.orders import PartSpec
 
 
 def start_program(spec: PartSpec, pipes: LogPipes) -> Child:
-    """Start the user's program, and return its process, which leads a session.
+    """Fork the user's program from this process, the shim, and return its process.
+
+    It leads a session, and writes into the pipes of rank 0. In the child, this call
+    raises :class:`~replicas.supervisor.shim.forking.Become`.
 
     :raises OSError: the system refuses.
     """
@@ -31,7 +34,10 @@ def start_program(spec: PartSpec, pipes: LogPipes) -> Child:
 
 
 def fork_rank(spec: PartSpec, env: Mapping[str, str], pipes: LogPipes) -> ForkedProcess:
-    """Fork a rank for torchrun, which then watches it.
+    """Fork a rank from this process, the shim, as torchrun's launcher has asked.
+
+    The shim reaps it and tells the launcher its end. In the child, this call raises
+    :class:`~replicas.supervisor.shim.forking.Become`.
 
     :param env: all its variables, from torchrun.
     :raises OSError: the system refuses.
@@ -43,8 +49,12 @@ def fork_rank(spec: PartSpec, env: Mapping[str, str], pipes: LogPipes) -> Forked
 
 
 def start_launcher(spec: PartSpec, pipes: LogPipes, scratch: Path) -> tuple[Child, socket.socket]:
-    """Start torchrun's launcher, and send it the spec.
+    """Fork torchrun's launcher from this process, the shim, and send it the spec.
 
+    In the child, this call raises :class:`~replicas.supervisor.shim.forking.Become`.
+
+    :param pipes: the launcher writes into that of ``torchrun``.
+    :param scratch: folder in which torchrun may write.
     :return: its process, and this end of its control socket.
     :raises OSError: the system refuses.
     """
@@ -66,7 +76,12 @@ def start_launcher(spec: PartSpec, pipes: LogPipes, scratch: Path) -> tuple[Chil
 def _become_launcher(
     command: list[str], env: Mapping[str, str], streams: tuple[int, int], theirs: socket.socket
 ) -> None:
-    """In the forked child: run torchrun's launcher; never return."""
+    """In the forked child: run torchrun's launcher; never return.
+
+    :param command: its command line, also for ``ps``. :param env: all its variables.
+    :param streams: descriptors of its stdout and stderr.
+    :param theirs: the launcher's end of the control socket to the shim.
+    """
     code = 1
     try:
         forking.start_anew(command, env, streams, keep={theirs.fileno()})
@@ -78,7 +93,15 @@ def _become_launcher(
 
 
 def _become_rank(env: Mapping[str, str], words: list[str], streams: tuple[int, int], shim: int) -> None:
-    """In the forked child: do as the guard, and run the user's program."""
+    """In the forked child: set it up as ordered, and run the user's program there.
+
+    A program that is not Python of this interpreter is exec'ed.
+
+    :param env: all its variables.
+    :param words: control group, folder, command etc., from ``starting.guard_words``.
+    :param streams: descriptors of its stdout and stderr.
+    :param shim: pid of the shim, with which the kernel kills the child.
+    """
     encoded = [os.fsencode(word) for word in words]
     command = [os.fsdecode(word) for word in encoded[4:]]
     forking.start_anew(command, env, streams)

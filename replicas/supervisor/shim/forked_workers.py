@@ -20,13 +20,13 @@ from replicas.supervisor.wire import orders
 
 
 class ForkedWorkers:
-    """The workers that the shim has forked, for a launcher that it has forked, too.
+    """For torchrun's launcher: the workers (ranks) that the shim has forked for it.
 
     :ivar codes: exit code by pid, of those that have ended.
     """
 
     def __init__(self, control: socket.socket) -> None:
-        """Ask for workers over the control socket to the shim."""
+        """Keep the control socket to the shim, which forks workers; ask for none."""
         self.control = control
         self.codes: dict[int, int] = {}
 
@@ -43,13 +43,18 @@ class ForkedWorkers:
         return _Worker(self, int(message["pid"]))
 
     def look(self, timeout_s: float) -> None:
-        """Read which workers have ended; wait for the first message."""
+        """Wait up to ``timeout_s`` (0: not at all) for a message of the shim; read all.
+
+        Notes in :attr:`codes` which workers have ended.
+
+        :raises SystemExit: the shim has ended.
+        """
         while select.select([self.control], [], [], timeout_s)[0]:
             self._take(self._receive())
             timeout_s = 0.0
 
     def _receive(self) -> orders.Message:
-        """Return the next message; exit if the shim has ended."""
+        """Wait for the next message; raise SystemExit if the shim has ended."""
         message = orders.receive(self.control)
         if message is None:
             raise SystemExit("the shim has ended")
@@ -62,10 +67,10 @@ class ForkedWorkers:
 
 
 class _Worker:
-    """A worker that the shim has forked, as torch uses a Popen."""
+    """A worker that the shim has forked, with the methods of Popen that torch calls."""
 
     def __init__(self, workers: ForkedWorkers, pid: int) -> None:
-        """Name the worker; its exit code comes with the messages of the shim."""
+        """Keep the pid; the shim sends the exit code to ``workers``."""
         self._workers, self.pid = workers, pid
 
     def poll(self) -> int | None:
@@ -84,8 +89,10 @@ class _Worker:
 
 
 def fork_workers(control: socket.socket) -> ForkedWorkers:
-    """Have torchrun start its workers by forks of the shim, in this process, for good.
+    """Patch torch: in this process, torchrun has the shim fork its workers, for good.
 
+    :param control: the control socket to the shim.
+    :return: the workers; none yet.
     :raises RuntimeError: this version of torch starts them in another way.
     """
     handler: Any = SubprocessHandler

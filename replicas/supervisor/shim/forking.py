@@ -26,7 +26,7 @@ _ARGUMENTS = 45
 
 
 class Become(BaseException):
-    """Leaves all functions of a forked child, for :func:`run`, which calls ``task``."""
+    """Raised in a forked child, to unwind it to :func:`run`, which calls ``task``."""
 
     def __init__(self, task: Task) -> None:
         """Make the exception; :func:`fork` raises it."""
@@ -35,7 +35,7 @@ class Become(BaseException):
 
 
 def run(task: Task) -> None:
-    """Call a task, and in each child that :func:`fork` makes meanwhile, that child's.
+    """Call ``task``, and return. In a child that :func:`fork` makes, call its task.
 
     To be called by a main module, with as few functions around it as possible.
     """
@@ -53,8 +53,8 @@ def run(task: Task) -> None:
 def fork(task: Task) -> ForkedProcess:
     """Fork a child that leads a session, and return it once that is so.
 
-    The child raises :class:`Become`: below :func:`run`, it continues with ``task``. To
-    be called by a process of one thread.
+    In the child, this call raises :class:`Become`, which must reach :func:`run`: that
+    calls ``task`` there. To be called by a process of one thread.
 
     :raises OSError: the system allows no process.
     """

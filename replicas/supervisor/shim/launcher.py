@@ -347,10 +347,13 @@ def launch(spec: PartSpec, control: socket.socket) -> ExitReport:
 def main(arguments: Sequence[str] | None = None, control: socket.socket | None = None) -> int:
     """Receive the spec from the shim, run torchrun, and send the exit report.
 
-    Return the exit code of this process: 0 if all workers succeeded, else 1.
+    Blocks. Changes this process for good: it gets SIGTERM at the death of the shim, and
+    refuses pickles that name code. Return its exit code: 0 if all workers succeeded,
+    else 1.
 
     :param arguments: of the command line; default: those of this process.
-    :param control: the control socket, in a process that the shim has forked.
+    :param control: the control socket, in a process that the shim has forked; the shim
+        then forks the workers, too.
     """
     parser = argparse.ArgumentParser(prog=LAUNCHER, description="started by the shim")
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")

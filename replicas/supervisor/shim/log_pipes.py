@@ -24,7 +24,7 @@ _SPEAK_INTERVAL_S = 0.01
 
 
 class LogPipes:
-    """The pipes of one part, by ``rank <LOCAL RANK>``, and of ``torchrun``.
+    """The pipes for a part's logs, by ``rank <LOCAL RANK>`` and ``torchrun``.
 
     :ivar flush_at: when to write again to a pipe that was full; inf for never.
     """

@@ -24,15 +24,18 @@ UNBUFFERED = "-u"
 
 
 def is_python(command: Sequence[str], interpreter: str) -> bool:
-    """Return True if a resolved command runs a file or module with this interpreter."""
+    """Return True if the command is ``INTERPRETER -u`` and a file or ``-m`` module.
+
+    :func:`run_program` can then run it in this process.
+    """
     return len(command) > 2 and [*command[:2]] == [interpreter, UNBUFFERED]
 
 
 def run_program(command: Sequence[str]) -> None:
     """Run the program of ``python -u FILE ...`` or ``python -u -m MODULE ...`` here.
 
-    Returns when it has ended well; the caller then leaves the process to Python's own
-    teardown.
+    Replaces ``__main__`` and :data:`sys.argv`, extends :data:`sys.path`. Returns when
+    it has ended well; the caller then leaves the process to Python's own teardown.
 
     :param command: the whole command line, with the interpreter.
     :raises SystemExit: the program's, or with code 1 after an error, which is printed.
@@ -75,7 +78,7 @@ def _run_file(path: str, variables: dict[str, Any]) -> None:
 
 
 def _refresh_state() -> None:
-    """Set what a fork does not: seeds, streams' buffering, and the thread's number."""
+    """After a fork, renew NumPy's and torch's seeds, stdio buffering and thread id."""
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # as a new thread does
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=stream.isatty())  # type: ignore[union-attr]

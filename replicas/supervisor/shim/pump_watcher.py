@@ -45,7 +45,7 @@ _AT_ONCE = Backoff(0.0, 0.0)
 
 
 class PumpWatcher:
-    """Keeps the process that writes the logs running; ``dropped`` gets lost lines."""
+    """Keeps the log pump, the process that writes a part's logs, running."""
 
     def __init__(
         self, spec: PartSpec, selector: selectors.BaseSelector, tee: int | None, dropped: Callable[[LogLoss], None]
@@ -77,7 +77,7 @@ class PumpWatcher:
 
     @property
     def over(self) -> bool:
-        """True if the pump has ended after :meth:`close`, with all output logged."""
+        """True if, after :meth:`close`, the pump has ended: in order, or by SIGKILL."""
         return self._life.state == "over"
 
     @property

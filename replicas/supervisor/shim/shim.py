@@ -63,7 +63,7 @@ RELAY_S = 0.5
 
 
 class Shim:
-    """The shim's loop: starts, watches and ends the processes of a part, as ordered."""
+    """A shim's loop: starts, watches and ends a replica's processes on this node."""
 
     def __init__(
         self, control: socket.socket, parent_fd: int, spec: PartSpec, tee: int | None, starts: ModuleType = starting
@@ -406,9 +406,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def serve(
     control: socket.socket, parent_fd: int, lock: int | None, tee: int | None, starts: ModuleType = starting
 ) -> int:
-    """Wait for the spec of the part, and run its shim in this process.
+    """Wait for the spec of the part, and run its shim in this process, to its end.
 
-    :param parent_fd: pidfd of the agent.
+    :param control: socket to the agent. :param parent_fd: pidfd of the agent.
+    :param lock: descriptor of the run's lock, which stays open; None if there is none.
+    :param tee: descriptor of the supervisor's stderr; None to show no lines there.
     :param starts: the module that starts its processes.
     :return: the exit code of this process, as for :func:`main`.
     """

@@ -59,7 +59,11 @@ Stamps = dict[str, tuple[int, int, int]]
 
 
 def preload(names: list[str]) -> str:
-    """Import modules; return why the template cannot be used, or ""."""
+    """Import modules in this order, up to the first that forks cannot share.
+
+    Return why: it cannot be imported, starts threads, or opens a GPU or a socket.
+    Return "" if all can be shared.
+    """
     for name in names:
         before = _sockets()
         try:
@@ -100,7 +104,7 @@ def loaded_files() -> Stamps:
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
-    """Return what changes when a file is replaced or written; None if it is gone."""
+    """Return a file's time of change, size and inode; None if it is gone."""
     try:
         found = os.stat(path)  # noqa: PTH116  # thousands of them
     except OSError:
@@ -109,7 +113,7 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 
 
 class Shims:
-    """Forks the shims of a group.
+    """Forks a group's shims (parents of its parts' ranks) from this template process.
 
     :param refused: why none can be forked; empty if they can.
     """
@@ -120,15 +124,22 @@ class Shims:
         self._files = loaded_files()
 
     def problem(self) -> tuple[str, bool]:
-        """Return why no shim can be forked, or "", and whether a new template could."""
+        """Return why no shim can be forked, or "", and True if a new template could."""
         if self._refused:
             return self._refused, False
         changed = next((path for path, stamp in self._files.items() if _stamp(path) != stamp), "")
         return (f"{changed} has changed since it was loaded", True) if changed else ("", False)
 
     def fork(self, control: int, place: list[int], others: dict[str, int]) -> int:
-        """Fork a shim, and return its pid.
+        """Fork a shim, and return its pid; the child runs :meth:`_become`.
 
+        The descriptors stay open here. In the child, this call raises
+        :class:`~replicas.supervisor.shim.forking.Become`.
+
+        :param control: descriptor of its socket to the agent.
+        :param place: the agent's pidfd, the shim's log, and a memfd with its
+            environment.
+        :param others: descriptors by name: the run's lock, the supervisor's stderr.
         :raises OSError: the system allows no process.
         """
         return forking.fork(partial(self._become, control, place, others)).pid
@@ -136,9 +147,11 @@ class Shims:
     def _become(self, control: int, place: list[int], others: dict[str, int]) -> None:
         """In the forked child: run a shim, and end with it.
 
+        :param control: descriptor of its socket to the agent.
         :param place: the agent's pidfd, the shim's log, and a memfd with its
-            environment. :param others: descriptors of the run's lock and of the
-            supervisor's stderr, if it gets them.
+            environment.
+        :param others: descriptors of the run's lock and of the supervisor's stderr, if
+            it gets them.
         """
         pidfd, log, _ = place
         command = python_module(SHIM, "--control", str(control))
@@ -157,9 +170,11 @@ class Shims:
 
 
 def main(arguments: list[str]) -> Any:
-    """Load the modules, and serve until this process is killed.
+    """Load the modules; return a function that serves fork orders until it is killed.
 
-    Return what a forked child is to run.
+    This process ignores SIGINT, dies with its parent, and moves to the folder ``/``.
+
+    :param arguments: of the command line.
     """
     parser = argparse.ArgumentParser(prog="replicas template")
     parser.add_argument("--listener", type=int, required=True, help="inherited socket that listens")

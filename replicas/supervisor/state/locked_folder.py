@@ -55,7 +55,7 @@ class LockedFolder:
 
     @property
     def lock(self) -> int:
-        """Descriptor of the lock. Shims inherit it, and so hold the lock, too."""
+        """Descriptor of the lock while it is held. Shims inherit it, and so hold it."""
         assert self._lock is not None
         return self._lock
 
@@ -78,7 +78,8 @@ class LockedFolder:
 
         :raises OSError: the folder cannot be made or written.
         :raises replicas.errors.ReplicasError: a living process has the lock, a dead
-            owner's processes do not die, or ``given_up`` was set.
+            owner's processes do not die, or another thread has set the event
+            ``given_up``.
         """
         lock = private.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT, make_folder=True)
         try:
@@ -95,7 +96,8 @@ class LockedFolder:
 
         :param lock: descriptor of the lock file, not locked yet.
         :raises replicas.errors.ReplicasError: a living process has the lock, a dead
-            owner's processes do not die, or ``given_up`` was set.
+            owner's processes do not die, or another thread has set the event
+            ``given_up``.
         """
         settled_at = time.monotonic() + SETTLE_S
         while not locks.hold_exclusive(lock):
@@ -184,7 +186,7 @@ class Owner(NamedTuple):
     def of(cls, lock: int) -> Owner:
         """Read the owner from the lock file; an unknown owner if no process is named.
 
-        :param lock: descriptor of the lock file.
+        :param lock: descriptor of the lock file, whose position stays.
         """
         words = os.pread(lock, 512, 0).decode(errors="replace").split()
         if len(words) not in (2, 4) or not all(word.isdigit() for word in words[:2]):

@@ -243,7 +243,8 @@ class StateDir(LockedFolder):
     def open_events(self, max_nbytes: int) -> EventLog:
         """Open and return the run's event log, after a dead supervisor's events.
 
-        Emit RunStarted, a state that was set aside, and leftovers.
+        Append events to it: RunStarted, a state that was set aside, and the processes
+        that :meth:`acquire` has killed.
 
         :param max_nbytes: size at which the file of events is rotated.
         """

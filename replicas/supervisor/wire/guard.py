@@ -133,7 +133,8 @@ def set_up(words: list[bytes]) -> None:
 
     Exit with 126 if a step fails.
 
-    :param words: the orders.
+    :param words: the orders: pid of the shim, its pipes, control group, folder (pipes
+        and group may be empty); the command after them is not used.
     """
     shim, pipes, cgroup, cwd = words[:4]
     if pipes:

@@ -156,8 +156,8 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
     A type is a plain type, a tuple or dict of types, a type with a bound
     (``Annotated[str, 64]``: characters; ``Annotated[int, 9]``: from 0 to 9), a type or
     None, or a NamedTuple: unknown names are ignored, and fields with a default may be
-    missing. The function raises ``MISFITS``, without the value in the text, as it may
-    be a secret.
+    missing. The function raises an error of ``MISFITS`` (TypeError, ValueError etc.) if
+    the data do not fit, without the value in the text, as it may be a secret.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
@@ -236,7 +236,7 @@ def read(kind: type[T], value: object) -> T:
 
 
 def _decoded(kind: Any, value: object) -> Any:
-    """Return the value as this type, by :func:`decoder`; raise one of MISFITS."""
+    """Return the value as this type, by :func:`decoder`, or raise one of MISFITS."""
     return decoder(kind)(value)
 
 

@@ -146,7 +146,7 @@ def first_state(spec: PartSpec, shim: int) -> PartState:
 
 
 class StateSender:
-    """Sends the state of a part at each change.
+    """Sends a part's state (a replica's on one node) to the agent at each change.
 
     :ivar state: the present state; :meth:`answer_ping` sends it again if the buffer was
         full.

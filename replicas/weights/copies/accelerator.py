@@ -281,7 +281,7 @@ def accelerator() -> Accelerator | None:
 
 
 def _choose(name: str) -> Accelerator | None:
-    """Return the accelerator of the class called ``name``, or None if it is absent.
+    """Return the accelerator of the class called ``name``; None without such devices.
 
     The first call in a process loads the class and makes the object; later calls return
     the same object. Needs the lock.

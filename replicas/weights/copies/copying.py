@@ -124,7 +124,8 @@ def copy_pairs(
 def put_elements(destination: torch.Tensor, source: torch.Tensor, positions: torch.Tensor) -> None:
     """Copy the elements at ``positions`` of source to the same ones of destination.
 
-    Both are contiguous. On a device the copy is only enqueued, on the current stream.
+    Both are contiguous; the positions count in the flattened tensor. On a device the
+    copy is only enqueued, on the current stream.
     """
     device = destination.device
     values = source.view(-1).index_select(0, positions).to(device, destination.dtype)
@@ -350,7 +351,7 @@ class Copier:
     def run_host(self, copies: HostCopies, cuts: Callable[[int], list[Cut]]) -> None:
         """Copy all cuts, begun in order, on all threads; wait for the copies.
 
-        :param cuts: returns cuts of about the given size.
+        :param cuts: returns cuts (steps) of about the given number of bytes.
         """
         done, past_caches = self.filled, self._past_caches
         if copies.runs:

@@ -163,7 +163,7 @@ class Kinds:
 
 @dataclass(frozen=True)
 class Cut:
-    """One step of a copy: bytes ``start`` to ``end``, pieces ``first`` to ``last``.
+    """One step of a copy: bytes ``start:end``, pieces (tensors) ``first:last``.
 
     :param axis: -1 for whole pieces; else the step copies ``rows`` indices of this axis
         of piece ``first``, from ``row`` on.
@@ -226,7 +226,7 @@ def _nothing(start: int, end: int) -> None:
 
 
 class HostCopies:
-    """Copies on the CPU between the library's memory and the user's tensors."""
+    """CPU copies between the user's tensors and our memory (for each one a piece)."""
 
     def __init__(
         self,
@@ -390,7 +390,7 @@ class HostCopies:
                 torch._foreach_copy_(ours, private.views)
 
     def _alias(self, index: int) -> torch.Tensor:
-        """Return an alias of tensor ``index``; raise MemoryMoved if it has changed."""
+        """Return an alias of tensor ``index``; MemoryMoved: another shape or dtype."""
         with torch.no_grad():
             tensor = self._found.tensors[index].detach()
         if tensor.shape != self._kinds.shapes[index] or tensor.dtype is not self._kinds.dtypes[index]:

@@ -76,7 +76,7 @@ def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
 
 
 def _in_this_process(pid: int, give_back: Callable[[], None], *kept: object) -> None:
-    """Call ``give_back`` if this is process ``pid``; ``kept`` lived until this call."""
+    """Call ``give_back``, except in a fork of ``pid``; ``kept`` was kept until now."""
     if pid == os.getpid():
         give_back()
 

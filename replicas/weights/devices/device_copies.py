@@ -188,7 +188,10 @@ class DeviceCopies:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """After an error in the block, have the futures fail; do not wait."""
+        """After an error in the block, have the futures fail; else do nothing.
+
+        Does not wait; enqueued copies go on.
+        """
         if error is None:
             return
         try:

@@ -164,9 +164,9 @@ class Arena:
 
     def acquire(self, version: int, manifest: Manifest | PartManifest, *, alone: bool = False) -> Slot | None:
         """Take a slot of the size that ``manifest`` needs, to fill it with ``version``,
-        and write its header. Return None if all are in use; the caller may try again at
-        each ``on_change`` and, for readers in other processes, every few hundredths of
-        a second. Blocks only while memory is allocated.
+        and write its header. Return None if all are in use, or this is closed; the
+        caller may try again at each ``on_change`` and, for readers in other processes,
+        after hundredths of a second. Blocks only while memory is allocated.
 
         :param alone: only this process fills it, no sidecar.
         :raises NoCapacity: its memory cannot be allocated; the slot stays free.
@@ -209,7 +209,7 @@ class Arena:
             slot.version = version
 
     def free(self, slot: Slot) -> None:
-        """Empty a slot, but keep its memory; no effect on a free one."""
+        """Empty a slot, even a pinned one, but keep its memory; leave a free one."""
         with self._lock:
             if slot.state == "filling" and slot._buffer is not None:
                 slot._buffer.abandon()
@@ -232,8 +232,8 @@ class Arena:
         return True
 
     def released(self, version: int) -> None:
-        """Note that no responsive member needs ``version``: another may use its slot,
-        even while a process still reads the old memory, which that process keeps."""
+        """Note that no responsive member needs ``version``: a later one may take its
+        slot, even while a process still reads the old memory, which it then keeps."""
         with self._lock:
             for slot in self._slots:
                 if slot._buffer is not None and slot._buffer.offered == version:
@@ -352,7 +352,7 @@ class Arena:
         return f"{text}; {left}" if (left := self.pool.still_mapped.text()) else text
 
     def close(self) -> None:
-        """Close for good: free all slots' memory, of filling or pinned ones later."""
+        """Close for good: free slots' memory, of used ones when freed or unpinned."""
         with self._lock:
             self._closed = True
             for slot in [*self._slots, *self._foreign]:
@@ -367,8 +367,8 @@ class Arena:
         return (slot for slot in (*self._slots, *self._foreign) if slot.state == "held")
 
     def _choose(self, nbytes: int) -> Slot | None:
-        """Return a free slot, else that of the oldest version that may go, else None.
-        Its buffer is claimed for writing; it may have none, if readers keep that."""
+        """Return a free slot, else that of the oldest version not pinned or protected;
+        None if readers prevent it. Its buffer is claimed, or was left to readers."""
         free = sorted((slot for slot in self._slots if slot.state == "free"), key=lambda slot: not _fits(slot, nbytes))
         evictable = [
             slot

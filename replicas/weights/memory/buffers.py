@@ -212,8 +212,7 @@ class Buffer:
         return "claimed"
 
     def abandon(self) -> None:
-        """Release the lock of :meth:`claim`, as the buffer was not filled: it is
-        empty."""
+        """Release the lock of :meth:`claim`: the buffer is empty, not filled."""
         locks.unlock(self._open_fd)
 
     def offer(self, version: int) -> None:
@@ -351,7 +350,8 @@ class Buffer:
         self._kept = kept
 
     def close(self) -> None:
-        """Close the buffer and tell its watchers; the kernel frees it when unused."""
+        """Close the buffer and tell its watchers; a second call does nothing. Tensors
+        and other processes that use the memory keep it."""
         fd, self.fd = self.fd, -1
         mapping, self._mapping = self._mapping, None
         if mapping is not None and mapping.kept is None:  # KeptMappings unpins a kept one

@@ -261,12 +261,12 @@ class KeptMappings:
         return before
 
     def sweep(self, needed: Iterable[int]) -> None:
-        """Drop mappings that are of no use any longer, except those in ``needed``.
+        """Drop mappings of no further use, and unpin them on a new thread.
 
-        Their owner has closed the file, or they were not used for :data:`KEPT_USES`
-        versions.
+        They are those whose file its owner has closed, or which were not used for
+        :data:`KEPT_USES` versions.
 
-        :param needed: inodes of files.
+        :param needed: inodes of files whose mappings stay in any case.
         """
         wanted = set(needed)
         dropped: list[Mapping] = []
