@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from replicas.cli.find_run import ENDPOINT_FILE, STATE_FILE, NotTrusted, starting, trusted
-from replicas.common.sizes import size_text
+from replicas.common.sizes import list_text, size_text
 from replicas.config.structs import Config
 from replicas.control.socket import SOCKET_FILE
 from replicas.linux.sockets import Listener, holder, listeners
@@ -88,6 +88,10 @@ def _plan(config: Config, machine: Machine) -> Iterator[Finding]:
         yield Finding("plan", "problem", problem, "change the config, or the machine")
     for note in notes(config, machine):
         yield Finding("plan", "note", note)
+    torchruns = [one for one in config.groups.values() if one.launcher == "torchrun" and one.replicas > 1]
+    if slow := [one.name for one in torchruns if not one.preload]:
+        text = f"each start of a replica of {list_text(slow)} loads torch twice"
+        yield Finding("plan", "ok", f'{text}: preload = ["torch"] in the group makes a restart many times faster')
     if not found:
         gpus = f"{len(machine.gpus)} GPUs" if machine.gpus else "no GPU"
         has = f"{gpus}, {machine.cpus} CPUs and {size_text(machine.memory_nbytes)} for this process"

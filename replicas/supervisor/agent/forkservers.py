@@ -29,8 +29,8 @@ from replicas.supervisor.wire.orders import PartSpec
 
 log = Log("replicas.agent")
 
-_OWN = (environ.LOG_DIR, environ.REPLICA, environ.REPLICAS, environ.GENERATION, environ.FORKSERVER, MARK)
-"""Variables that differ between the replicas or generations of a group."""
+_OWN = (environ.LOG_DIR, environ.GROUP, environ.REPLICA, environ.REPLICAS, environ.GENERATION, environ.FORKSERVER, MARK)
+"""Variables that differ between groups, replicas or generations."""
 _DEVICES = ("CUDA_VISIBLE_DEVICES",)
 """Read when a process first uses a GPU, which a template does not."""
 _ROOM_NBYTES = 4096
@@ -66,6 +66,11 @@ def template_command(spec: PartSpec) -> list[str]:
     return [interpreter(), "-u", str(file), *(f"{name}={value}" for name, value in options.items())]
 
 
+def _log_no_template(reason: str) -> None:
+    """Log that processes are started without a template from now on."""
+    log.warning("starting processes without their template, as it %s", reason)
+
+
 class Forkservers:
     """A node's forkservers, which fork ranks' helper processes, and groups' templates.
 
@@ -85,7 +90,7 @@ class Forkservers:
         self._broken = broken
         self._kept: dict[frozenset[tuple[str, str]], KeptForkserver] = {}
         self._templates: dict[str, tuple[object, KeptForkserver]] = {}
-        """By group: what the template depends on, and its process."""
+        """By group: what its template depends on, and the process, maybe of several."""
 
     def address(self, environment: Mapping[str, str], *, ahead: bool) -> str:
         """Return the socket address of the forkserver for ranks with this environment.
@@ -117,34 +122,30 @@ class Forkservers:
         """Return the socket address of the template that forks the part's processes.
 
         A template is a process that has loaded the group's ``preload`` modules. Start
-        it, without waiting, at the group's first part; kill and replace it when its
-        modules, command or environment have changed. Return "" if the group preloads
-        none, or the template cannot be started or was given up.
+        it, without waiting, for the first part that needs it; groups that need the same
+        share it. Kill one that no group needs any longer, as the config has changed.
+        Return "" if the group preloads none, or it cannot be started or was given up.
         """
         if not spec.preload:
             return ""
-        env = template_environment(spec)
-        needs = spec.preload, spec.cwd, spec.command, env
-        known, kept = self._templates.get(spec.group, (None, None))
-        if kept is None or known != needs:
-            if kept is not None:
-                kept.kill()
-            try:
-                kept = KeptForkserver(env, lambda reason: self._no_template(spec.group, reason), template_command(spec))
-            except OSError as error:
-                self._no_template(spec.group, str(error))
-                return ""
-            self._templates[spec.group] = needs, kept
-            kept.need()
+        needs = template_command(spec), template_environment(spec)
+        known = {group: kept for group, (needed, kept) in self._templates.items() if needed == needs}
+        kept = known.get(spec.group) or next(iter(known.values()), None)
+        try:
+            kept = kept or KeptForkserver(needs[1], _log_no_template, needs[0])
+        except OSError as error:
+            _log_no_template(str(error))
+            return ""
+        _, before = self._templates.get(spec.group, (needs, kept))
+        self._templates[spec.group] = needs, kept
+        if before not in [one for _, one in self._templates.values()]:
+            before.kill()
+        kept.need()
         return "" if kept.over else kept.address
-
-    def _no_template(self, group: str, reason: str) -> None:
-        """Log why the group's processes are started without a template; do no more."""
-        log.warning("starting the processes of %s without their template, as it %s", group, reason)
 
     async def aclose(self) -> None:
         """Kill all forkservers and templates, and wait up to 5 s for their ends."""
-        templates = (kept for _, kept in self._templates.values())
+        templates = {kept for _, kept in self._templates.values()}
         await asyncio.gather(*(one.aclose() for one in (*self._kept.values(), *templates)))
 
     def _given_up(self, key: frozenset[tuple[str, str]], reason: str) -> None:

@@ -19,9 +19,11 @@ from typing import Any
 
 import pytest
 
-from replicas.linux.processes import descendants
+from replicas.linux.processes import LAUNCHER, SHIM, descendants, start_time
+from replicas.supervisor.fleet.local_agent import AGENT
 from tests.support.nodes import replicas_of
-from tests.support.runs import Run, alive, running
+from tests.support.programs import DAEMONIZES
+from tests.support.runs import WITHOUT_CGROUPS, Run, alive, running
 from tests.support.waits import eventually
 
 PROBE = Path(__file__).parent / "probe.py"
@@ -230,4 +232,38 @@ def test_a_module_that_cannot_be_shared_is_named_and_the_group_starts_cold(
     with running(tmp_path, '[groups.a]\ncommand = ["a.py"]\nlauncher = "exec"\npreload = ["unfit"]\n') as run:
         eventually(lambda: run.log("a/0").exists() and run.log("a/0").read_text() == "up\n", "a start", timeout_s=60)
         assert f"without its template: unfit {why}" in said(run)
+        run.end()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("who", ["shim", "launcher", "agent"])
+def test_who_forks_others_is_killed_with_the_template_and_nothing_is_left(rollouts: Run, who: str) -> None:
+    words = {"shim": SHIM, "launcher": LAUNCHER, "agent": AGENT}[who]
+    first = template(rollouts)
+    below = {pid: start_time(pid) for pid in descendants(first)}
+    assert len(below) >= 8, "two shims, pumps, launchers and ranks"
+    for pid in [first, *(pid for pid, line in rollouts.processes().items() if words in line)]:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not [pid for pid, began in below.items() if start_time(pid) == began], "ends", timeout_s=30)
+    eventually(lambda: rollouts.status().ready and generation(rollouts)[1] > 1, "all replicas again", timeout_s=90)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("victim", ["", SHIM])
+def test_daemons_of_a_forked_program_end_without_control_groups(tmp_path: Path, victim: str) -> None:
+    """Found by their mark, which a process forked without exec shows, too."""
+    fork = "if os.fork() == 0:\n    os.setsid()\n    time.sleep(600)\n    os._exit(0)\n"
+    (tmp_path / "a.py").write_text(DAEMONIZES.replace("os.wait()", fork))
+    text = '[groups.a]\ncommand = ["a.py"]\nlauncher = "exec"\npreload = ["json"]\n'
+    with running(tmp_path, text, command=WITHOUT_CGROUPS) as run:
+        eventually(lambda: run.log("a/0").exists() and run.log("a/0").read_text(), "its daemons", timeout_s=60)
+        shims = [pid for pid, line in run.processes().items() if SHIM in line]
+        below = {pid: start_time(pid) for one in shims for pid in descendants(one)}
+        assert len(below) >= 5
+        if victim:
+            for pid in shims:
+                os.kill(pid, signal.SIGKILL)
+            eventually(
+                lambda: not [pid for pid, began in below.items() if start_time(pid) == began], "ends", timeout_s=30
+            )
         run.end()
