@@ -389,7 +389,7 @@ class Session:
         self._heard, self._clock.due = now, now + self.heartbeat_interval_s / 2
 
     def _note_pause(self) -> None:
-        """After a suspension of this process, begin to measure silence; tell the handler."""
+        """Reset the silence, and tell the handler, if this process was suspended."""
         now = time.monotonic()
         if self._clock.measure_pause(now):
             self._reset_silence(now)  # first read what arrived meanwhile

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +86,7 @@ def together() -> list[Any]:
     tensor = torch.ones(2) * (dist.get_rank() + 1)
     dist.all_reduce(tensor)
     torch.manual_seed(0)
-    model = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model: Any = fully_shard(torch.nn.Linear(4, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     loss = model(torch.ones(2, 4)).sum()
     loss.backward()
     found = [tensor.tolist(), dist.get_world_size(), loss.item()]
@@ -152,12 +151,12 @@ PROBES: dict[str, Callable[[], Any]] = {
     "flags": lambda: [str(sys.flags), sys.warnoptions, str(sys._xoptions)],
     "path": lambda: [sys.path, sys.prefix, sys.exec_prefix, sys.base_prefix],
     "name": lambda: [__name__, __file__, str(__package__), str(__spec__), __doc__],
-    "loader": lambda: [type(__loader__).__name__, getattr(__loader__, "path", "")],
+    "loader": lambda: [type(globals()["__loader__"]).__name__, getattr(globals()["__loader__"], "path", "")],
     "main": lambda: [
         vars(sys.modules["__main__"]) is globals(),
         sorted(name for name in globals() if name[:2] == "__"),
     ],
-    "builtins": lambda: __builtins__ is builtins,  # type: ignore[name-defined]  # CPython's
+    "builtins": lambda: __builtins__ is builtins,
     "pickle": lambda: type(pickle.loads(pickle.dumps(Mine()))).__module__,
     "source": lambda: [inspect.getsource(square), inspect.getsourcefile(Mine)],
     "cwd": os.getcwd,
@@ -199,7 +198,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "tempfile": tempfile.gettempdir,
     "torch threads": lambda: [torch.get_num_threads(), torch.get_num_interop_threads()],
     "torch modes": lambda: [str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.is_inference_mode_enabled()],
-    "cuda": lambda: [torch.cuda.is_available(), torch.cuda.is_initialized()],
+    "cuda": lambda: [torch.cuda.is_available(), torch.cuda.is_initialized()],  # type: ignore[no-untyped-call]
     "matmul": lambda: (torch.ones(300, 300) @ torch.ones(300, 300)).sum().item(),
     "numpy": lambda: float((np.ones((300, 300)) @ np.ones((300, 300))).sum()),
     "pool by fork": lambda: pooled("fork"),
@@ -228,6 +227,6 @@ if __name__ == "__main__":
     name = f"{os.environ['REPLICAS_GROUP']}-{os.environ['REPLICA_ID']}-{os.environ['RANK']}.json"
     Path(os.environ["OUT"], name).write_text(json.dumps({"found": found, "seeds": seeds}, default=str))
     atexit.register(print, "atexit ran")
-    threading.Thread(target=lambda: (time.sleep(0.3), print("thread ended"))).start()
+    threading.Timer(0.3, print, ("thread ended",)).start()
     print("to stderr", file=sys.stderr)
     sys.exit(int(sys.argv[1]))
