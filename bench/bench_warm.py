@@ -6,10 +6,10 @@ A trainer that has published a small model, and rollouts that load it, in runs o
 supervisor on this host: *cold*, and *warm* with ``preload = ["torch"]``. Measured, in
 turn:
 
-* from kill -9 of the launcher of one of two rollouts until the replica is ready again,
-  with the newest version; beside it ``torchrun --max-restarts`` of a script that
-  imports the same and makes the same model, from kill -9 of its worker until the next
-  one has got as far (it joins nothing, and loads no version);
+* from kill -9 of the rank of a rollout until the replica is ready again, with the
+  newest version; beside it ``torchrun --max-restarts`` of a script that imports the
+  same and makes the same model, from kill -9 of its worker until the next one has got
+  as far (it joins nothing, and loads no version);
 * from the start of the supervisor until 50 rollouts are ready (8 with ``--quick``), and
   the memory of all processes then (the sum of their PSS, which shares pages out).
 """
@@ -17,7 +17,6 @@ turn:
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import statistics
 import sys
@@ -81,8 +80,9 @@ def restart_s(run: Supervised) -> float:
         return group.replicas[0]
 
     before = rollout()
+    rank = next(one for one, line in run.processes().items() if line.endswith("/rollout.py"))
     began = time.monotonic()
-    os.kill(before.pid, signal.SIGKILL)
+    send(rank, signal.SIGKILL)
     until(lambda: (now := rollout()).generation > before.generation and now.state == "ready", "a rollout is back")
     return time.monotonic() - began
 
@@ -112,8 +112,8 @@ def torchrun_restart_s(tree: Tree) -> float:
 def restarts(folder: Path, repetitions: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"cold": [], "warm": [], "torchrun": []}
     with (
-        fleet(folder / "cold", "cold", 2) as cold,
-        fleet(folder / "warm", "warm", 2) as warm,
+        fleet(folder / "cold", "cold", 1) as cold,
+        fleet(folder / "warm", "warm", 1) as warm,
         torchrun(folder / "torchrun") as alone,
     ):
         ways = {"cold": lambda: restart_s(cold), "warm": lambda: restart_s(warm)}

@@ -45,7 +45,8 @@ def fork_rank(spec: PartSpec, env: Mapping[str, str], pipes: LogPipes) -> Forked
     ours = spec._replace(shim=os.getpid(), pipes=pipes.of_ranks())
     words, streams, shim = starting.guard_words(ours, direct=False), pipes.streams("torchrun"), os.getpid()
     words[2] = spec.cgroup  # this process is not in it
-    return forking.fork(lambda: _become_rank(env, words, streams, shim))
+    own = {name: value for name, value in env.items() if name != guard.GUARD}
+    return forking.fork(lambda: _become_rank(own, words, streams, shim))
 
 
 def start_launcher(spec: PartSpec, pipes: LogPipes, scratch: Path) -> tuple[Child, socket.socket]:

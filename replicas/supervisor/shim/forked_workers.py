@@ -12,22 +12,25 @@ import select
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from replicas.supervisor.shim.starting import guard_command
 from replicas.supervisor.wire import orders
 
 
 class ForkedWorkers:
     """For torchrun's launcher: the workers (ranks) that the shim has forked for it.
 
-    :ivar codes: exit code by pid, of those that have ended.
+    :ivar pids: of all. :ivar codes: exit code by pid, of those that have ended.
     """
 
     def __init__(self, control: socket.socket) -> None:
         """Keep the control socket to the shim, which forks workers; ask for none."""
         self.control = control
+        self.pids: set[int] = set()
         self.codes: dict[int, int] = {}
 
     def fork(self, env: dict[str, str]) -> _Worker:
@@ -40,6 +43,7 @@ class ForkedWorkers:
             self._take(message)
         if not message["pid"]:
             raise OSError(message["error"])
+        self.pids.add(int(message["pid"]))
         return _Worker(self, int(message["pid"]))
 
     def look(self, timeout_s: float) -> None:
@@ -88,24 +92,30 @@ class _Worker:
         return code
 
 
-def fork_workers(control: socket.socket) -> ForkedWorkers:
+def fork_workers(control: socket.socket) -> ForkedWorkers | None:
     """Patch torch: in this process, torchrun has the shim fork its workers, for good.
 
+    Workers with a command of another form, as for NUMA, are started by torch.
+
     :param control: the control socket to the shim.
-    :return: the workers; none yet.
-    :raises RuntimeError: this version of torch starts them in another way.
+    :return: the workers, none yet; None if this version of torch starts them in another
+        way, and does so.
     """
     handler: Any = SubprocessHandler
-    if not callable(getattr(handler, "_popen", None)):
-        raise RuntimeError("this version of torch has no SubprocessHandler._popen(args, env)")
+    if not callable(popen := getattr(handler, "_popen", None)):
+        return None
     workers = ForkedWorkers(control)
     close = handler.close
+
+    def start(handler: Any, args: Sequence[str], env: dict[str, str]) -> Any:
+        """Start a worker: by a fork if it has the usual command."""
+        return workers.fork(env) if [*args] == guard_command() else popen(handler, args, env)
 
     def close_if_there(handler: Any, *arguments: Any, **named: Any) -> None:
         """Signal the worker, as torch does; the shim may have reaped it meanwhile."""
         with contextlib.suppress(ProcessLookupError):
             close(handler, *arguments, **named)
 
-    handler._popen = lambda _, args, env: workers.fork(env)
+    handler._popen = start
     handler.close = close_if_there
     return workers

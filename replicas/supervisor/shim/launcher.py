@@ -198,15 +198,19 @@ class _Agent(LocalElasticAgent):
 
         torch calls it in a loop, in this process's main thread.
         """
-        if self.workers is not None:
-            self.workers.look(_LOOK_INTERVAL_S)
-        elif self._watched is not self._pcontext and self._pcontext is not None:
+        forked = self.workers
+        if self._watched is not self._pcontext and self._pcontext is not None:
             self._watched, self._ends = self._pcontext, select.poll()
+            if forked is not None:
+                self._ends.register(forked.control, select.POLLIN)
             for pid in self._pcontext.pids().values():  # not reaped yet, so the pids are valid
-                self._ends.register(os.pidfd_open(pid), select.POLLIN)
-        for pidfd, _ in self._ends.poll(_LOOK_INTERVAL_S * 1e3):
-            self._ends.unregister(pidfd)
-            os.close(pidfd)
+                if forked is None or pid not in forked.pids:
+                    self._ends.register(os.pidfd_open(pid), select.POLLIN)
+        has_ended = forked is not None and bool(forked.codes)
+        for descriptor, _ in self._ends.poll(0 if has_ended else _LOOK_INTERVAL_S * 1e3):
+            if forked is None or descriptor != forked.control.fileno():  # whose messages torch's look reads
+                self._ends.unregister(descriptor)
+                os.close(descriptor)
         result: RunResult = super()._monitor_workers(worker_group)
         self._are_over = result.state != WorkerState.HEALTHY
         return result

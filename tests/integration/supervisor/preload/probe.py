@@ -166,6 +166,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "affinity": lambda: sorted(os.sched_getaffinity(0)),
     "memory policy": lambda: status("Mems_allowed", "Cpus_allowed"),
     "env": lambda: {name: value for name, value in os.environ.items() if not name.startswith(OWN)},
+    "names in env": lambda: sorted(os.environ),
     "ids": lambda: [os.getuid(), os.geteuid(), os.getgid(), os.getegid(), os.getgroups()],
     "session": lambda: [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
     "fds": descriptors,
