@@ -65,7 +65,9 @@ class Case:
 
     ``fences``: whose members may be fenced. ``reach``: False where nothing can be
     committed, or no collective ends well, while it lasts. ``starts``: hosts whose
-    targets have to join again before all can be whole.
+    targets have to join again before all can be whole. ``doubts``: a link that is in
+    doubt after the heal is the only way to some host in the next case, which therefore
+    gets another world: a publish does not wait for such a link (core/moving/links.py).
     """
 
     name: str
@@ -76,6 +78,7 @@ class Case:
     fences: tuple[int, ...] = ()
     reach: bool = True
     starts: tuple[int, ...] = ()
+    doubts: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -154,9 +157,9 @@ CASES = [
     Case(
         "joins over 1.5 Mbit/s", SMALL, both(shape(Shape(rate_nbytes_s=1.5 * MBIT_NBYTES), D), kill(D)), 40.0, bad=(D,)
     ),
-    Case("peers: link B-C", PEERS, link(B, C), reach=False),
-    Case("peers: link C-D", PEERS, link(C, D), reach=False),
-    Case("peers: link B to C", PEERS, one_way((B, C)), reach=False),
+    Case("peers: link B-C", PEERS, link(B, C), reach=False, doubts=True),
+    Case("peers: link C-D", PEERS, link(C, D), reach=False, doubts=True),
+    Case("peers: link B to C", PEERS, one_way((B, C)), reach=False, doubts=True),
     Case("peers: host D 1 s", PEERS, host(D), 1.0, bad=(D,)),
     Case("peers: host D 6 s", PEERS, host(D), 6.0, bad=(D,)),
     Case("peers: host D 20 s", PEERS, host(D), 20.0, bad=(D,), fences=(D,)),
@@ -232,7 +235,8 @@ def test_a_broken_link(case: Case, worlds: Worlds) -> None:
         print(world.story(trial.began))
     written.check(case.name)
     assert verdict == []
-    worlds.give_back(world, written)
+    if not case.doubts:
+        worlds.give_back(world, written)
 
 
 class Trial:
