@@ -159,7 +159,7 @@ class Coordinator:
         """Keep the decision log at an orderly end, for a coordinator to continue."""
         self.wait_for_store = True
         """Open the control port only when the store is up. If False, members can
-        reconnect before, and the caller awaits :meth:`store_started`."""
+        connect before, and the caller awaits :meth:`store_started`."""
         self._starting: asyncio.Task[None] | None = None
         self._server: Server | None = None
         self._tick: asyncio.Task[None] | None = None
@@ -188,7 +188,7 @@ class Coordinator:
             self._server = Server(listener, routes, rules, tls=tls)
             self.engine.without_store()  # the store comes up later than the first members
             await self._store.resolve()  # members on other machines need its address
-            self._starting = asyncio.create_task(self._store.start())
+            self._starting = asyncio.create_task(self._store.start(wait=self.wait_for_store))
             if self.wait_for_store:
                 await self.store_started()
             self._server.start()
@@ -205,7 +205,8 @@ class Coordinator:
         return self
 
     async def store_started(self) -> None:
-        """Wait until the master TCPStore is up; WorldError: it could not start."""
+        """Wait until the master TCPStore is up, or without :attr:`wait_for_store` until
+        its port is bound; WorldError: it could not start."""
         assert self._starting is not None
         await asyncio.shield(self._starting)
 

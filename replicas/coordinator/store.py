@@ -82,25 +82,28 @@ class StoreWatcher:
         self._bind = await _resolved(self._bind)
         self.address = (self._bind, self._port)
 
-    async def start(self) -> None:
-        """Start the store's process, and wait until it listens.
+    async def start(self, *, wait: bool) -> None:
+        """Start the store's process, and wait until its port is bound.
 
         From then on tasks of this object ping it, replace it when it fails or is full,
         and delete swept keys, until :meth:`aclose`.
 
+        :param wait: wait until it serves, too; that takes a second more.
         :raises errors.WorldError: it could not listen, or was not up within 60 s.
         """
         await self._spawn(self._port)
+        if wait:
+            await self._wait_until_up()
         keep_until_done(asyncio.create_task(self._watch()), self._tasks)
         keep_until_done(asyncio.create_task(self._sweep_forever()), self._tasks)
 
     async def _spawn(self, port: int) -> None:
-        """Start one store process, wait until it listens, and call ``on_change(True)``.
+        """Start one store process, and wait until its port is bound.
 
         Sets :attr:`address`. A failed or cancelled start leaves no process.
 
         :param port: to listen on; 0 lets the kernel choose.
-        :raises errors.WorldError: it could not listen, or was not up in time.
+        :raises errors.WorldError: it could not bind the port, or not in time.
         """
         self._life.start(asyncio.get_running_loop().time())
         ours, theirs = socket.socketpair()
@@ -120,24 +123,43 @@ class StoreWatcher:
             raise
         finally:
             theirs.close()  # an open copy would hide the end of the process
-        ours.setblocking(False)
+        self.address = (self._bind, await self._read_port(ours))
+
+    async def _wait_until_up(self) -> None:
+        """Wait until the new process's TCPStore serves, and call ``on_change(True)``.
+
+        :raises errors.WorldError: it does not, or not within 60 s. No process is left.
+        """
+        await self._read_port()
+        self._life.ready()
+        self._on_change(True)
+
+    async def _read_port(self, control: socket.socket | None = None) -> int:
+        """Return the port that the new process's next message names.
+
+        :param control: the new process's socket; it is kept for its later messages.
+        :raises errors.WorldError: the process could not listen, ended, or was silent
+            for 60 s. After an error, or a cancel, no process is left.
+        """
+        assert self._process is not None
         try:
-            self._pipe = await asyncio.open_connection(sock=ours)
-            hello = await self._read_first_message(self._process, self._pipe[0])
+            if control is not None:
+                control.setblocking(False)
+                self._pipe = await asyncio.open_connection(sock=control)
+            assert self._pipe is not None
+            found = await self._read_message(self._process, self._pipe[0])
         except BaseException:  # an abandoned start leaves no process
             with anyio.CancelScope(shield=True):
                 await self._kill()
             raise
-        if hello.error:
+        if found.error:
             await self._kill()
-            raise errors.WorldError(f"rendezvous store: {hello.error}", hint=hello.hint or None)
-        self.address = (self._bind, hello.port)
-        self._life.ready()
-        self._on_change(True)
+            raise errors.WorldError(f"rendezvous store: {found.error}", hint=found.hint or None)
+        return found.port
 
     @staticmethod
-    async def _read_first_message(process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> Reply:
-        """Wait for the new process's first message, and return it.
+    async def _read_message(process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> Reply:
+        """Wait for the new process's next message, and return it.
 
         If none comes in time, or the process ends, return a reply made here that has
         the error.
@@ -187,6 +209,12 @@ class StoreWatcher:
         Then calls ``on_change(False)``, kills it, and starts another. A task of
         :meth:`start`.
         """
+        if not self.up:
+            try:
+                await self._wait_until_up()
+            except errors.WorldError as error:
+                log.warning("replacing the rendezvous store, which has not come up: %s", error)
+                await self._respawn()
         while (process := self._process) is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PING_INTERVAL_S):
@@ -231,6 +259,7 @@ class StoreWatcher:
             await asyncio.sleep(self._life.due - now())
             try:
                 await self._spawn(0)
+                await self._wait_until_up()
             except (errors.WorldError, OSError) as error:
                 log.warning("retrying to start the rendezvous store (a TCPStore): %s", error)
 

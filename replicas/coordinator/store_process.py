@@ -6,8 +6,9 @@ coordinator's loop nor its GIL delays a rendezvous between sidecars. It listens 
 address only: this module binds a socket and passes it as ``master_listen_fd``, because
 a TCPStore that opens its own socket listens on every address.
 
-The control socket (inherited, a stream of JSON lines) carries requests and replies,
-matched by ``id``: a request has the keys under some prefixes deleted, or none; its
+The control socket (inherited, a stream of JSON lines) first says when the port is bound
+and when the store serves. Then it carries requests and replies, matched by ``id``: a
+request has the keys under some prefixes deleted, or none; its
 reply has the number of keys. When the owner closes it, this process exits; a
 parent-death signal covers an owner whose forked child keeps the socket open.
 
@@ -68,7 +69,11 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """``id``: of the request, or 0 for a message that is not a reply."""
+    """``id``: of the request, or 0 for a message that is not a reply.
+
+    Without a request come two messages: the first when the port is bound, or cannot be,
+    the second when the TCPStore serves.
+    """
 
     id: int
     keys: int = 0
@@ -167,6 +172,7 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
         control.sendall(encode(Reply(0, error=reason, hint=_UNREACHED)) + b"\n")
         return 2
     port = listener.getsockname()[1]
+    control.sendall(encode(Reply(0, port=port)) + b"\n")  # torch takes a second to load
     gc.disable()  # saves a tenth of torch's load time
     from torch._C._distributed_c10d import TCPStore
 

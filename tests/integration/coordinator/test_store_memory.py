@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -59,7 +60,7 @@ async def test_a_store_that_somebody_fills_is_replaced(caplog: pytest.LogCapture
             replaced.set()
 
     keeper = StoreWatcher("127.0.0.1", 0, changed)
-    await keeper.start()
+    await keeper.start(wait=True)
     try:
         before = keeper.pid
         await asyncio.to_thread(fill, keeper.address[1], MEMORY_NBYTES + 2**26)
@@ -72,9 +73,27 @@ async def test_a_store_that_somebody_fills_is_replaced(caplog: pytest.LogCapture
         await keeper.aclose()
 
 
+async def test_a_store_that_dies_before_it_serves_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    up = asyncio.Event()
+    keeper = StoreWatcher("127.0.0.1", 0, lambda now: up.set() if now else None)
+    await keeper.start(wait=False)
+    try:
+        first = keeper.pid
+        assert first is not None
+        assert not keeper.up
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            await up.wait()
+        assert keeper.pid != first
+        assert (await keeper.ask()).port == keeper.address[1]
+        assert "which has not come up" in caplog.text
+    finally:
+        await keeper.aclose()
+
+
 async def test_a_sweep_that_was_not_answered_is_made_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = StoreWatcher("127.0.0.1", 0, lambda _: None)
-    await keeper.start()
+    await keeper.start(wait=True)
     ask, asked, swept = keeper.ask, asyncio.Event(), asyncio.Event()
 
     async def late(prefixes: tuple[str, ...] = ()) -> Reply:
@@ -110,12 +129,14 @@ def test_the_kernel_bounds_what_a_store_may_take() -> None:
         with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
             try:
                 ours.settimeout(60)
-                port = msgspec.json.decode(ours.recv(4096), type=Reply).port
+                lines = ours.makefile("rb")
+                port = msgspec.json.decode(lines.readline(), type=Reply).port
+                assert msgspec.json.decode(lines.readline(), type=Reply).port == port  # it serves
                 empty = data_nbytes(process.pid)
                 assert not fill(port, MEMORY_MAX_NBYTES + 2**26)
                 assert MEMORY_NBYTES < data_nbytes(process.pid) - empty <= MEMORY_MAX_NBYTES
                 ours.sendall(msgspec.json.encode(Request(1)) + b"\n")
-                assert "its values have grown to" in msgspec.json.decode(ours.recv(4096), type=Reply).error
+                assert "its values have grown to" in msgspec.json.decode(lines.readline(), type=Reply).error
                 process.kill()
                 assert b"Traceback" not in process.communicate(timeout=30)[1]
             finally:
@@ -130,7 +151,7 @@ def set_many(client: TCPStore) -> None:
 async def test_a_store_that_is_used_is_left_alone() -> None:
     """As by many more members than a run can have."""
     keeper = StoreWatcher("127.0.0.1", 0, lambda _: None)
-    await keeper.start()
+    await keeper.start(wait=True)
     try:
         client = TCPStore("127.0.0.1", keeper.address[1], is_master=False, timeout=timedelta(seconds=30))
         await asyncio.to_thread(set_many, client)
