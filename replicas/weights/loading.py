@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -153,8 +153,10 @@ def load_image(
     """
     check_modes("load_into")
     targets = _destinations(model)
-    served = _match_names(targets, [spec.name for spec in manifest.tensors], manifest.aliases)
-    plain = _plain(targets, served, image, manifest)
+    plain = _plain_again(targets, image, manifest)
+    if plain is None:
+        served = _match_names(targets, [spec.name for spec in manifest.tensors], manifest.aliases)
+        plain = _plain(targets, served, image, manifest)
     if plain is None:
         tensors = views(image, manifest)
         names, sources = list(served), list(served.values())
@@ -199,6 +201,27 @@ def _destinations(model: Model) -> Mapping[str, object]:
         text = f"cannot load into a {type(model).__name__}"
         raise ManifestMismatch(text, hint="give a module or a mapping of tensors")
     return targets
+
+
+@dataclass(frozen=True, eq=False)
+class _Match:
+    """How the plain tensors of a model fit a version, for the next load of these names.
+
+    :ivar model: names of all the model's values, in its order.
+    :ivar picks: index in ``model`` of each target, in the order of the image's bytes;
+        None if that is the model's order.
+    """
+
+    model: list[str]
+    picks: list[int] | None
+    names: list[str]
+    places: Places
+    kinds: Kinds
+
+
+_MATCHES: dict[str, _Match] = {}
+"""The last few matches, by the hash of the version's manifest."""
+_MATCHES_MOST = 4
 
 
 @dataclass(eq=False)
@@ -256,23 +279,60 @@ def _plain(
     :param image: all bytes of the version. :param manifest: their layout.
     :raises ManifestMismatch: a target does not fit its tensor.
     """
-    if not image.is_cpu or not streaming.available:
-        return None
     names: dict[str, str] = {}
     again = [(source, name) for name, source in served.items() if names.setdefault(source, name) != name]
     places = places_of(manifest, tuple(source for source, _ in again))
     sources = [*(spec.name for spec in manifest.tensors), *(source for source, _ in again)]
     given = [*(names[spec.name] for spec in manifest.tensors), *(name for _, name in again)]
     placed = [given[number] for number in places.order]
-    values = [targets[name] for name in placed]
+    values: list[Any] = [targets[name] for name in placed]  # tensors, if their types are in PLAIN
     if not set(map(type, values)).issubset(PLAIN):
         return None
-    device = accelerator()
-    if device is not None and (device.owns(image) or any(map(device.owns, values))):  # type: ignore[arg-type]  # PLAIN holds tensors only
-        return None
-    dtypes = [value.dtype for value in values]  # type: ignore[attr-defined]  # PLAIN holds tensors only
+    dtypes = [value.dtype for value in values]
     kinds = places.kinds if dtypes == places.dtypes else Kinds(places.shapes, dtypes, places.dtypes)
-    found = kinds.find_memory(values)  # type: ignore[arg-type]  # PLAIN holds tensors only
+    plain = _found(_Match([], None, placed, places, kinds), values, image, manifest)
+    if plain is None:
+        return None
+    if len(placed) < len(given):  # empty tensors are not among the places
+        data = image[manifest.data_offset :]
+        for number in set(range(len(given))).difference(places.order):
+            spec = manifest.tensors[manifest.index[sources[number]]]
+            _checked(given[number], targets[given[number]], typed(data, 0, torch_dtype(spec.dtype), spec.shape))
+    elif len(placed) == len(targets):
+        numbers = {name: number for number, name in enumerate(targets)}
+        picks = None if placed == [*numbers] else [numbers[name] for name in placed]
+        _MATCHES[manifest.hash] = _Match([*numbers], picks, placed, places, kinds)
+        for old in list(_MATCHES)[:-_MATCHES_MOST]:
+            _MATCHES.pop(old, None)  # another thread may have dropped it
+    return plain
+
+
+def _plain_again(targets: Mapping[str, object], image: torch.Tensor, manifest: Manifest) -> _Plain | None:
+    """Return what :func:`_plain` returned for the last load of these names from such an
+    image, if the tensors are as they were then; else None, for a load that checks all.
+
+    :param targets: the model's values by name. :param image: all bytes of the version.
+    """
+    match = _MATCHES.get(manifest.hash)
+    if match is None or len(targets) != len(match.model) or list(targets) != match.model:
+        return None
+    values: list[Any] = list(targets.values())
+    if not set(map(type, values)).issubset(PLAIN):
+        return None
+    placed = values if match.picks is None else [values[number] for number in match.picks]
+    return _found(match, placed, image, manifest)
+
+
+def _found(match: _Match, values: list[torch.Tensor], image: torch.Tensor, manifest: Manifest) -> _Plain | None:
+    """Return the load into ``values``, the targets of ``match`` in the order of the
+    bytes; None if one is not as ``match`` says, is on a device, or overlaps another."""
+    device = accelerator()
+    if not (image.is_cpu and streaming.available):
+        return None
+    if device is not None and (device.owns(image) or any(map(device.owns, values))):
+        return None
+    places, kinds, placed = match.places, match.kinds, match.names
+    found = kinds.find_memory(values)
     if found is None or found.elsewhere is not None:
         return None
     data = image[manifest.data_offset :]
@@ -281,10 +341,6 @@ def _plain(
     others = np.flatnonzero(~found.runs).tolist()
     spans = kinds.sizes.copy()
     spans[others] = [span_nbytes(target) for target, _ in map(pair, others)]
-    if len(placed) < len(given):  # empty tensors are not among the places
-        for number in set(range(len(given))).difference(places.order):
-            spec = manifest.tensors[manifest.index[sources[number]]]
-            _checked(given[number], targets[given[number]], typed(data, 0, torch_dtype(spec.dtype), spec.shape))
     order = np.argsort(found.addresses)
     if np.any((found.addresses + spans)[order][:-1] > found.addresses[order][1:]):  # they overlap
         return None
