@@ -159,7 +159,7 @@ class Coordinator:
         """Keep the decision log at an orderly end, for a coordinator to continue."""
         self.wait_for_store = True
         """Open the control port only when the store is up. If False, members can
-        connect before, and the caller awaits :meth:`store_started`."""
+        connect before, and :meth:`store_started` waits until its port is bound."""
         self._starting: asyncio.Task[None] | None = None
         self._server: Server | None = None
         self._tick: asyncio.Task[None] | None = None
@@ -205,8 +205,7 @@ class Coordinator:
         return self
 
     async def store_started(self) -> None:
-        """Wait until the master TCPStore is up, or without :attr:`wait_for_store` until
-        its port is bound; WorldError: it could not start."""
+        """Wait until the store is up (see wait_for_store); WorldError: it is not."""
         assert self._starting is not None
         await asyncio.shield(self._starting)
 

@@ -308,11 +308,8 @@ def _plain(
 
 
 def _plain_again(targets: Mapping[str, object], image: torch.Tensor, manifest: Manifest) -> _Plain | None:
-    """Return what :func:`_plain` returned for the last load of these names from such an
-    image, if the tensors are as they were then; else None, for a load that checks all.
-
-    :param targets: the model's values by name. :param image: all bytes of the version.
-    """
+    """Return the load into ``targets`` (the model's values by name) if it is like the
+    last one of these names from such an image; else None, for one that checks all."""
     match = _MATCHES.get(manifest.hash)
     if match is None or len(targets) != len(match.model) or list(targets) != match.model:
         return None
