@@ -13,7 +13,8 @@ holder that fails, or is silent (servers send signs of life), is given up for th
 and the next one gets its requests. Received bytes stay: a failed pull resumes when
 run again. If a further connection cannot be made, the present ones continue, and the
 holder stays; so also if this process lacks descriptors, ports or memory. A connection
-that breaks in its handshake, as in a flood, is retried :data:`TRIES` times. A slow
+that breaks in its handshake, as in a flood, is retried :data:`TRIES` times. A holder
+that says nothing in a handshake is frozen, and given up if another is left. A slow
 holder makes room for another (:mod:`replicas.carry.holders`).
 
 *Deltas.* If both ends have a base (:mod:`replicas.carry.delta`), the puller requests
@@ -310,15 +311,16 @@ class Pull:
         """Decide what a connection that could not be made means for the pull.
 
         The first five broken handshakes in a row only delay the next try: block
-        meanwhile.
-        If this process lacks a resource, or the holder has other connections, limit the
-        number of connections. In all other cases give the holder up.
+        meanwhile. A holder that is silent in one is retried only if it is the last: it
+        may be frozen. If this process lacks a resource, or the holder has other
+        connections, limit the number of connections. In all other cases give the holder
+        up.
         """
         with self._changed:
             others = self._running - 1
             if isinstance(error, dialler.OutOfResources):
                 self._note_shortage(error.why, others)
-            elif isinstance(error, dialler.HandshakeBroken):
+            elif isinstance(error, dialler.HandshakeBroken) and (not error.cut or self.holders.is_last(holder)):
                 self._cut[holder] += 1
                 tries, works = self._cut[holder], self._dialler.proven[holder]
                 if tries < TRIES:

@@ -255,6 +255,29 @@ def test_a_frozen_holder_is_given_up(threads: Threads, monkeypatch: pytest.Monke
             sock.close()
 
 
+def test_a_holder_that_freezes_before_the_handshake_is_given_up(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    """Its kernel accepts the connections, and nobody answers. Six tries took longer
+    than a publish has."""
+    monkeypatch.setattr(dialler, "GREET_S", 0.5)
+    frozen = FalseHost(threads)
+    with hosts(threads, "rollout/0/0") as (other,), closing(frozen.listener):
+        other.serves(data)
+        one, memory = a_pull(threads, len(data))
+        assert run(one, threads, frozen.holder, other.holder) == combined(digests(data))
+        assert one.holders.why == {"trainer/0/0": f"{frozen.holder.address} did not answer within 0.5 s"}
+        assert one.holders.cut == {"trainer/0/0"}
+        assert memory[OFFSET:] == data
+        frozen.listener.setblocking(False)
+        tries = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                frozen.listener.accept()[0].close()
+                tries += 1
+        assert tries == FIRST
+
+
 def test_a_holder_that_waits_for_bytes_is_not_given_up(
     threads: Threads, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
