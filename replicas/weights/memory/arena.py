@@ -411,8 +411,8 @@ class Arena:
             slot.buffer.close_to_writers()
         image = slot.image
         if image is not None and not slot.buffer.device:  # device memory cannot be read as a file
-            header = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)
-            slot.buffer.tensor()[: image.data_offset].copy_(header)
+            # not by torch, whose threads wake more slowly than a header is copied
+            slot.buffer.tensor()[: image.data_offset].numpy().data[:] = image.header
 
     def _clear(self, slot: Slot, event: SlotEvent) -> None:
         """Empty a slot, for the reason ``event``. Close it, too, if it is foreign or
