@@ -1,33 +1,39 @@
 """What does ``groups.NAME.preload`` save, in time and memory?
 
-    python bench/bench_warm.py [--quick] [--repetitions N] [--replicas N]
+    python bench/bench_warm.py [--quick] [--repetitions N] [--replicas N] [--against PY]
 
 A trainer that has published a small model, and rollouts that load it, in runs of a
-supervisor on this host: *cold*, and *warm* with ``preload = ["torch"]``. Measured, in
-turn:
+supervisor on this host: *cold*, and *warm* with ``preload = ["torch"]``; *before* is
+cold, with the release that ``--against`` has installed. Measured, in turn:
 
 * from kill -9 of the rank of a rollout until the replica is ready again, with the
   newest version; beside it ``torchrun --max-restarts`` of a script that imports the
   same and makes the same model, from kill -9 of its worker until the next one has got
   as far (it joins nothing, and loads no version);
 * from the start of the supervisor until 50 rollouts are ready (8 with ``--quick``), and
-  the memory of all processes then (the sum of their PSS, which shares pages out).
+  the memory of all processes then (the sum of their PSS, which shares pages out);
+* ``examples/quickstart``, from the start of the supervisor until its trainer has said
+  that all rollouts have loaded the last version.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.support import Bar, Spread, busy_ratio, machine, rotated, run_bench, show, write
+from bench.support import ROOT, Bar, Spread, busy_ratio, machine, rotated, run_bench, show, write
 from bench.trees import Supervised, Tree, pss_nbytes, send, supervised, until
 
 TRAINER = """
@@ -52,12 +58,24 @@ model = torch.nn.Linear(100, 100)
 open(sys.argv[1], "a", buffering=1).write(f'{{"at": {time.monotonic()}, "pid": {os.getpid()}, "daemons": []}}' + chr(10))
 time.sleep(3600)
 """
-KINDS = ("cold", "warm")
 START_S = 300.0
+QUICKSTART = ROOT / "examples" / "quickstart"
+LAST = "loaded by all rollouts"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to start: ``python`` has the library; ``preload``: keys of each group."""
+
+    python: str = sys.executable
+    preload: str = ""
+
+
+WARM = Kind(preload='preload = ["torch"]\n')
 
 
 @contextmanager
-def fleet(folder: Path, kind: str, replicas: int) -> Iterator[Supervised]:
+def fleet(folder: Path, kind: Kind, replicas: int) -> Iterator[Supervised]:
     """A run whose rollouts are all ready, with the newest version."""
     folder.mkdir()
     for name, text in (("trainer", TRAINER), ("rollout", ROLLOUT)):
@@ -65,9 +83,9 @@ def fleet(folder: Path, kind: str, replicas: int) -> Iterator[Supervised]:
     rules = 'restart = { initial_delay = "1ms", max_delay = "1ms", max_restarts = 1000, no_progress_cycles = 0 }\n'
     text = f'[groups.trainer]\ncommand = ["{folder}/trainer.py"]\n'
     text += f'[groups.rollout]\ncommand = ["{folder}/rollout.py"]\nreplicas = {replicas}\n{rules}'
-    text += 'preload = ["torch"]\n' if kind == "warm" else ""
+    text += kind.preload
     text += '[channels.policy]\nsources = ["trainer"]\ntargets = ["rollout"]\n'
-    with supervised(folder / "run", text) as run:
+    with supervised(folder / "run", text, python=kind.python) as run:
         until(lambda: run.status().ready, "all replicas are ready", START_S)
         yield run
 
@@ -109,54 +127,83 @@ def torchrun_restart_s(tree: Tree) -> float:
     return float(tree.told()[-1]["at"]) - began
 
 
-def restarts(folder: Path, repetitions: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {"cold": [], "warm": [], "torchrun": []}
-    with (
-        fleet(folder / "cold", "cold", 1) as cold,
-        fleet(folder / "warm", "warm", 1) as warm,
-        torchrun(folder / "torchrun") as alone,
-    ):
-        ways = {"cold": lambda: restart_s(cold), "warm": lambda: restart_s(warm)}
-        ways["torchrun"] = lambda: torchrun_restart_s(alone)
+def restarts(folder: Path, kinds: dict[str, Kind], repetitions: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in (*kinds, "torchrun")}
+    with ExitStack() as stack:
+        alone = stack.enter_context(torchrun(folder / "torchrun"))
+        ways: dict[str, Callable[[], float]] = {"torchrun": partial(torchrun_restart_s, alone)}
+        for name, kind in kinds.items():
+            ways[name] = partial(restart_s, stack.enter_context(fleet(folder / name, kind, 1)))
         for number in range(repetitions):
             for name in rotated([*ways], number):
                 found[name].append(ways[name]())
     return found
 
 
-def starts(folder: Path, replicas: int, repetitions: int) -> dict[str, dict[str, list[float]]]:
-    found: dict[str, dict[str, list[float]]] = {kind: {"seconds": [], "nbytes": []} for kind in KINDS}
+def starts(folder: Path, kinds: dict[str, Kind], replicas: int, repetitions: int) -> dict[str, dict[str, list[float]]]:
+    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "nbytes": []} for name in kinds}
     for number in range(repetitions):
-        for kind in rotated(KINDS, number):
-            with fleet(folder / f"{kind}-{number}", kind, replicas) as run:
-                found[kind]["seconds"].append(time.monotonic() - run.began)
-                found[kind]["nbytes"].append(float(pss_nbytes(run.processes())))
+        for name in rotated([*kinds], number):
+            with fleet(folder / f"{name}-{number}", kinds[name], replicas) as run:
+                found[name]["seconds"].append(time.monotonic() - run.began)
+                found[name]["nbytes"].append(float(pss_nbytes(run.processes())))
+    return found
+
+
+def quickstarts(folder: Path, kinds: dict[str, Kind], repetitions: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    head = re.compile(r"^(\[groups\.\w+\]\n)", re.MULTILINE)
+    for number in range(repetitions):
+        for name in rotated([*kinds], number):
+            kind, where = kinds[name], folder / f"quickstart-{name}-{number}"
+            shutil.copytree(QUICKSTART, where, ignore=shutil.ignore_patterns(".*"))
+            config = where / "run.toml"
+            config.write_text(head.sub(rf"\1{kind.preload}", config.read_text()))
+            root = ROOT if kind.python == sys.executable else None
+            tree = Tree([kind.python, "-m", "replicas.supervisor", str(config)], where, root=root)
+            try:
+                log = where / "tree.log"
+                until(lambda log=log: log.read_text().count(LAST) == 3, "the last version is loaded", START_S)  # type: ignore[misc]
+                found[name].append(time.monotonic() - tree.began)
+            finally:
+                tree.close()
     return found
 
 
 async def run(options: argparse.Namespace) -> None:
     repetitions = options.repetitions or (3 if options.quick else 7)
     replicas = options.replicas or (8 if options.quick else 50)
+    kinds = {"cold": Kind(), "warm": WARM}
+    if options.against:
+        kinds["before"] = Kind(options.against)
+    old = "before" if options.against else "cold"
     result: dict[str, Any] = {"machine": machine(), "busy_before": await busy_ratio(), "replicas": replicas}
     with tempfile.TemporaryDirectory(prefix="replicas-bench-") as name:
-        again = restarts(Path(name), repetitions)
-        started = starts(Path(name), replicas, max(1, repetitions // 2))
+        again = restarts(Path(name), kinds, repetitions)
+        first = quickstarts(Path(name), kinds, repetitions)
+        started = starts(Path(name), kinds, replicas, max(1, repetitions // 2))
     median = {name: statistics.median(found) for name, found in again.items()}
-    up = {kind: statistics.median(found["seconds"]) for kind, found in started.items()}
-    memory = {kind: statistics.median(found["nbytes"]) for kind, found in started.items()}
+    quick = {name: statistics.median(found) for name, found in first.items()}
+    up = {name: statistics.median(found["seconds"]) for name, found in started.items()}
+    memory = {name: statistics.median(found["nbytes"]) for name, found in started.items()}
     figures = {
-        "kill -9 to ready, of cold (at most 0.35)": (median["warm"] / median["cold"], 0.35),
+        f"kill -9 to ready, of {old} (at most 0.35)": (median["warm"] / median[old], 0.35),
         "kill -9 to ready, of torchrun --max-restarts (at most 0.33)": (median["warm"] / median["torchrun"], 1 / 3),
-        f"{replicas} rollouts ready, of cold (at most 0.25)": (up["warm"] / up["cold"], 0.25),
-        f"memory of {replicas} rollouts, of cold (at most 0.4)": (memory["warm"] / memory["cold"], 0.4),
+        f"{replicas} rollouts ready, of {old} (at most 0.25)": (up["warm"] / up[old], 0.25),
+        f"memory of {replicas} rollouts, of {old} (at most 0.4)": (memory["warm"] / memory[old], 0.4),
+        f"quickstart to the last version, of {old} (at most 0.5)": (quick["warm"] / quick[old], 0.5),
     }
     bars = [Bar(text, figure, figure <= limit) for text, (figure, limit) in figures.items()]
     rows = [[f"kill -9 to ready, {name}", *Spread(found).cells()] for name, found in again.items()]
-    rows += [[f"{replicas} rollouts ready, {kind}", *Spread(started[kind]["seconds"]).cells()] for kind in KINDS]
-    rows += [[f"memory, {kind}", f"{memory[kind] / (1 << 20):,.0f} MiB", ""] for kind in KINDS]
+    rows += [[f"quickstart, {name}", *Spread(found).cells()] for name, found in first.items()]
+    rows += [
+        [f"{replicas} rollouts ready, {name}", *Spread(found["seconds"]).cells()] for name, found in started.items()
+    ]
+    rows += [[f"memory, {name}", f"{found / (1 << 20):,.0f} MiB", ""] for name, found in memory.items()]
     show("Warm starts", ["", "median", "range"], rows, "\n".join(bar.line() for bar in bars))
     kept = [{"text": bar.text, "figure": bar.figure, "kept": bar.kept} for bar in bars]
-    write("bench_warm", {**result, "restarts": again, "starts": started, "bars": kept})
+    samples = {"restarts": again, "quickstarts": first, "starts": started}
+    write("bench_warm", {**result, **samples, "bars": kept})
 
 
 def main() -> None:
@@ -164,6 +211,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="8 rollouts, 3 repetitions")
     parser.add_argument("--repetitions", type=int, default=None, help="default 7")
     parser.add_argument("--replicas", type=int, default=None, help="rollouts that are started; default 50")
+    parser.add_argument("--against", metavar="PYTHON", help="interpreter with another release, to compare with")
     run_bench(run(parser.parse_args()))
 
 

@@ -107,13 +107,13 @@ def pss_nbytes(processes: Iterable[Process]) -> int:
 
 class Tree:
     """A command and all that comes of it. ``told``: file in which its workers say that
-    they run."""
+    they run. ``root``: where it finds this library; None: where its Python does."""
 
-    def __init__(self, command: Sequence[str], folder: Path, log: str = "tree.log") -> None:
+    def __init__(self, command: Sequence[str], folder: Path, log: str = "tree.log", root: Path | None = ROOT) -> None:
         self.folder = folder
         self.told_in = folder / "workers.jsonl"
         self._mark = secrets.token_hex(8)
-        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        paths = os.pathsep.join(filter(None, (str(root or ""), os.environ.get("PYTHONPATH"))))
         self._env = {**os.environ, MARK: self._mark, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         self._log, self._others = folder / log, list[subprocess.Popen[bytes]]()
         self.began = time.monotonic()
@@ -201,14 +201,15 @@ def _command_line(pid: int) -> str:
 
 
 class Supervised(Tree):
-    """A run of ours. ``text``: TOML without its head; ``run``: keys of its table."""
+    """A run of ours. ``text``: TOML without its head; ``run``: keys of its table;
+    ``python``: another interpreter, with a release of its own."""
 
-    def __init__(self, folder: Path, text: str, run: str = "") -> None:
+    def __init__(self, folder: Path, text: str, run: str = "", python: str = sys.executable) -> None:
         head = f'schema_version = 1\n[run]\nname = "bench"\n{run}\n[control]\nlisten = "127.0.0.1:0"\n'
         (folder / "run.toml").write_text(head + text)
         self.state_dir = folder / ".replicas" / "bench"
-        self.command = [sys.executable, "-m", "replicas.supervisor", str(folder / "run.toml")]
-        super().__init__(self.command, folder)
+        self.command = [python, "-m", "replicas.supervisor", str(folder / "run.toml")]
+        super().__init__(self.command, folder, root=ROOT if python == sys.executable else None)
 
     def endpoint(self) -> str:
         """Of its control port, once it is there."""
@@ -221,10 +222,10 @@ class Supervised(Tree):
 
 
 @contextmanager
-def supervised(folder: Path, text: str, run: str = "") -> Iterator[Supervised]:
+def supervised(folder: Path, text: str, run: str = "", python: str = sys.executable) -> Iterator[Supervised]:
     """Ended with the block, whatever happened in it."""
     folder.mkdir(parents=True)
-    started = Supervised(folder, text, run)
+    started = Supervised(folder, text, run, python)
     try:
         yield started
     finally:
