@@ -60,7 +60,7 @@ time.sleep(3600)
 """
 START_S = 300.0
 QUICKSTART = ROOT / "examples" / "quickstart"
-LAST = "loaded by all rollouts"
+LAST, VERSIONS = "loaded by all rollouts", 3
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,12 @@ def starts(folder: Path, kinds: dict[str, Kind], replicas: int, repetitions: int
     return found
 
 
+def _all_loaded(folder: Path) -> bool:
+    """Whether the trainer of the quickstart in this folder has told of all versions."""
+    logs = folder.glob(".replicas/quickstart/logs/trainer/0/gen-1/rank-0.log")
+    return any(log.read_text().count(LAST) == VERSIONS for log in logs)
+
+
 def quickstarts(folder: Path, kinds: dict[str, Kind], repetitions: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in kinds}
     head = re.compile(r"^(\[groups\.\w+\]\n)", re.MULTILINE)
@@ -162,8 +168,7 @@ def quickstarts(folder: Path, kinds: dict[str, Kind], repetitions: int) -> dict[
             root = ROOT if kind.python == sys.executable else None
             tree = Tree([kind.python, "-m", "replicas.supervisor", str(config)], where, root=root)
             try:
-                log = where / "tree.log"
-                until(lambda log=log: log.read_text().count(LAST) == 3, "the last version is loaded", START_S)  # type: ignore[misc]
+                until(partial(_all_loaded, where), "the last version is loaded", START_S)
                 found[name].append(time.monotonic() - tree.began)
             finally:
                 tree.close()

@@ -9,6 +9,7 @@ import itertools
 import os
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import anyio
 import msgspec
@@ -125,19 +126,21 @@ class StoreWatcher:
             theirs.close()  # an open copy would hide the end of the process
         self.address = (self._bind, await self._read_port(ours))
 
-    async def _wait_until_up(self) -> None:
+    async def _wait_until_up(self, *, quiet: bool = False) -> None:
         """Wait until the new process's TCPStore serves, and call ``on_change(True)``.
 
+        :param quiet: nothing else waits for it: do not say that it takes long.
         :raises errors.WorldError: it does not, or not within 60 s. No process is left.
         """
-        await self._read_port()
+        await self._read_port(None, quiet=quiet)
         self._life.ready()
         self._on_change(True)
 
-    async def _read_port(self, control: socket.socket | None = None) -> int:
+    async def _read_port(self, control: socket.socket | None, *, quiet: bool = False) -> int:
         """Return the port that the new process's next message names.
 
         :param control: the new process's socket; it is kept for its later messages.
+        :param quiet: do not say that it takes long.
         :raises errors.WorldError: the process could not listen, ended, or was silent
             for 60 s. After an error, or a cancel, no process is left.
         """
@@ -147,7 +150,7 @@ class StoreWatcher:
                 control.setblocking(False)
                 self._pipe = await asyncio.open_connection(sock=control)
             assert self._pipe is not None
-            found = await self._read_message(self._process, self._pipe[0])
+            found = await self._read_message(self._process, self._pipe[0], quiet=quiet)
         except BaseException:  # an abandoned start leaves no process
             with anyio.CancelScope(shield=True):
                 await self._kill()
@@ -158,17 +161,18 @@ class StoreWatcher:
         return found.port
 
     @staticmethod
-    async def _read_message(process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> Reply:
+    async def _read_message(process: asyncio.subprocess.Process, reader: asyncio.StreamReader, *, quiet: bool) -> Reply:
         """Wait for the new process's next message, and return it.
 
         If none comes in time, or the process ends, return a reply made here that has
         the error.
 
         :param reader: of the socket to the process.
+        :param quiet: do not say that it takes long.
         """
         try:
             text = f"waiting up to {START_TIMEOUT_S:g} s for the process of the rendezvous store to start"
-            with say_if_slow(log.warning, text):
+            with nullcontext() if quiet else say_if_slow(log.warning, text):
                 async with asyncio.timeout(START_TIMEOUT_S):
                     found = await _next(reader)
         except TimeoutError:
@@ -211,7 +215,7 @@ class StoreWatcher:
         """
         if not self.up:
             try:
-                await self._wait_until_up()
+                await self._wait_until_up(quiet=True)
             except errors.WorldError as error:
                 log.warning("replacing the rendezvous store, which has not come up: %s", error)
                 await self._respawn()
