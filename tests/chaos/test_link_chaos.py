@@ -84,13 +84,13 @@ class Rounds:
         self.report.by_moment[trouble.process.kind if trouble.process else "none"].append(seconds)
         try:
             self.written.check(what)
+            self._went_on(trouble, floor, began, healed, what)
+            self._nobody_else(trouble, hit, began, dead, what)
+            self._nothing_piles_up(what)
+            self._events(what)
         except AssertionError:
             print(world.story(began))
             raise
-        self._went_on(trouble, floor, began, healed, what)
-        self._nobody_else(trouble, hit, began, dead, what)
-        self._nothing_piles_up(what)
-        self._events(what)
 
     def _recovered(self, healed: float, what: str) -> float:
         """I4."""
@@ -113,28 +113,22 @@ class Rounds:
             return
         for name in self.world.scene.on(*({C, D} - touched)):
             at = self.world.served(name, floor + 1)
-            assert 0 < at < began + self._load.bar_s(REACH_S, began), (
-                what,
-                "I4: not reached",
-                name,
-                at - began,
-                self.world.story(began),
-            )
+            assert 0 < at < began + self._load.bar_s(REACH_S, began), (what, "I4: not reached", name, at - began)
 
     def _nobody_else(self, trouble: Trouble, hit: str, began: float, dead: int, what: str) -> None:
         world = self.world
         apart = {host for link in trouble.links for host in link.apart}
         may = {name for name, host in world.scene.places.items() if host in apart} | {hit}
         fenced = {name.removesuffix(".outer") for name in world.fenced(began)}
-        assert fenced <= may, (what, "I4: healthy and fenced", fenced - may, world.story(began))
+        assert fenced <= may, (what, "I4: healthy and fenced", fenced - may)
         lost = {"-".join(name.split("/")[:2]) for line in world.commits(began) for name in line["lost"]}
         whole_hosts = {link.one for link in trouble.links if link.other < 0}
         touched = {A, B, C, D} if {A, B} & whole_hosts else {host for link in trouble.links for host in link.hosts}
         may = {name for name, host in world.scene.places.items() if host in touched} | {hit}
         told = trouble.process is None or trouble.process.kind.endswith("rank")  # else nobody may be told
         if told and self._load.factor(began) < STARVED:
-            assert lost <= may, (what, "I4: healthy and lost", lost - may, world.story(began))
-        assert world.deaths[dead:] == [], (what, "I1: it died", world.deaths[dead:], world.story(began))
+            assert lost <= may, (what, "I4: healthy and lost", lost - may)
+        assert world.deaths[dead:] == [], (what, "I1: it died", world.deaths[dead:])
 
     def _nothing_piles_up(self, what: str) -> None:
         """I5."""
