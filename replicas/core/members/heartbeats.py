@@ -60,6 +60,12 @@ class Heartbeats:
         """
         return MISSED_BEATS * self._slowest_s + SLACK_S
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds of silence after which a member has missed a heartbeat: the slowest
+        interval that it may still use, and 0.5 s."""
+        return self._slowest_s + SLACK_S
+
     def note_sent_to_one(self, interval_s: float) -> None:
         """Record the interval that one member was sent, in its Welcome.
 

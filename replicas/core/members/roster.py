@@ -415,6 +415,11 @@ class Roster:
         cut = state.cut_at > 0.0 and now - state.cut_at > CUT_S
         return cut or now - state.last_seen > self._heartbeats.patience_s
 
+    def is_silent(self, state: MemberState, now: float) -> bool:
+        """Return True if the member missed a heartbeat, or is not connected: work goes
+        on with it, but it must not be taken for slow."""
+        return state.cut_at > 0.0 or now - state.last_seen > self._heartbeats.silent_s
+
     def expired(self, now: float) -> list[MemberState]:
         """Return members silent beyond their leases; the caller must remove them."""
         shortest_s = self.shortest_lease_s

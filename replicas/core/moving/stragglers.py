@@ -104,15 +104,19 @@ class Stragglers:
         hosts = set(map(host, why))
         return why | {m: "its host is slow" for m in needers if m not in why and host(m) in hosts}
 
+    def suffice(self, others: Collection[Member]) -> bool:
+        """Return True if the version can be committed with ``others`` alone: there is
+        one, and there are ``min_targets`` replicas."""
+        replicas = {(member.group, member.replica) for member in others}
+        return bool(others) and len(replicas) >= self._roster.config.min_targets
+
     def mark_slow(self, late: Collection[Member], others: Collection[Member], now: float) -> bool:
         """Mark the members ``late`` as slow, so that they are caught up on their own.
 
         They are admitted again after a delay that grows each time. Return False, and
-        mark none, if there are none, or if the version could not be committed without
-        them: at least one of ``others``, and ``min_targets`` replicas, must be left.
+        mark none, if there are none, or if ``others`` do not :meth:`suffice`.
         """
-        replicas = {(member.group, member.replica) for member in others}
-        if not late or not others or len(replicas) < self._roster.config.min_targets:
+        if not late or not self.suffice(others):
             return False
         for state in self._roster.states(late):
             state.failures += 1

@@ -476,7 +476,11 @@ class Transfer:
         attempt.offer_pulls(now)
         late = [one for one in attempt.of(*OPEN) if one.way == "pull"]
         slow = self._stragglers.slow(late, self.needers, attempt.began_at, now)
-        if self._leave_slow(slow, now):
+        silent = {s.member for s in roster.states(one.member for one in late) if roster.is_silent(s, now)} & slow.keys()
+        if silent and self._drops and self._stragglers.suffice((self.needers | self.verified) - silent):
+            # others of their hosts, which are not slow, pull in their place
+            self.exclude(silent, now, reason="frozen", why="no sign of life")
+        elif self._leave_slow(slow, now):
             attempt.give_up(slow)
             self._end_attempt_if_done(now)
 

@@ -135,6 +135,24 @@ def test_one_whose_connection_has_ended_is_waited_for_a_moment_only(which: int, 
     assert seconds_to_the_receipt(world, trainer) == (0.5, ())
 
 
+@pytest.mark.parametrize("others", [1, 2])
+def test_the_mates_of_one_that_froze_get_the_version_without_it(others: int) -> None:
+    """It pulls for its host, and another host is done: the host is not slow."""
+    world = World(channel_config(), groups={"rollout": GroupShape(replicas=4)})
+    trainer = world.join("trainer/0/0", machine="a")
+    world.join("rollout/3/0", machine="b")  # first in the chain, it has the version at once
+    here = [world.join(f"rollout/{index}/0", machine="c") for index in range(1 + others)]
+    assert seconds_to_the_receipt(world, trainer) == (0.5, ())
+    number = publish(world, trainer)
+    began = world.now
+    while number not in trainer.verdicts:
+        world.advance(0.25, frozen=(here[0],))
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert receipt.lost == (here[0].member.name,)
+    assert world.now - began < SLOW_S + 1.0
+
+
 def test_one_that_has_a_new_connection_at_once_is_not_left_out() -> None:
     world, trainer, (brief, _) = world_of(2)
     number = publish(world, trainer)
