@@ -1,8 +1,8 @@
 """The holders from which one version is pulled: in order of preference, and measured.
 
 A slow holder would delay all hosts behind it in a chain. So a holder that sends less
-than :data:`SLOW_NBYTES_S` during :data:`TRY_S` makes room for the next one; when all
-were measured, the fastest stays.
+than :data:`SLOW_NBYTES_S` during any :data:`TRY_S` makes room for the next one; when
+all were found slow, the fastest stays.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Holders:
         """Measure the first holder; if it is slow, move it behind the others.
 
         Call it several times a second during a pull: a call starts a measurement, or
-        ends one that has run for 1 s. A holder is slow if it sent less than 20 MB/s and
+        ends one that has run for 1 s, and starts the next. A holder is slow if it sent less than 20 MB/s and
         the rest would take over 3 s. Nothing is measured if no other holder is left.
 
         :param received: bytes so far, by holder's name.
@@ -129,6 +129,7 @@ class Holders:
             return None
         holder, rate = trial.holder, (received.get(trial.holder.name, 0) - trial.nbytes) / elapsed_s
         if rate >= SLOW_NBYTES_S or left_nbytes <= rate * LEFT_S:
+            self._trial = self._start_trial(received)  # it may slow down at any time
             return None
         self._rates[holder] = rate
         self._left.sort(key=lambda one: -self._rates.get(one, math.inf))

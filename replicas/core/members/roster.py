@@ -338,10 +338,7 @@ class Roster:
 
     def missing_ranks(self, state: MemberState) -> list[str]:
         """Return the names of ranks that must join before a member may be admitted.
-
-        These are ranks of its replica. Return [] unless it is a peer and all ranks of
-        peers run operations: all must be there from the first operation on.
-        """
+        They are of its replica; none, unless all ranks of peers run operations."""
         if not state.is_peer or self.config.peers[0].ranks != "all":
             return []
         life, member = self.life(state.member), state.member
@@ -416,8 +413,7 @@ class Roster:
         return cut or now - state.last_seen > self._heartbeats.patience_s
 
     def is_silent(self, state: MemberState, now: float) -> bool:
-        """Return True if the member missed a heartbeat, or is not connected: work goes
-        on with it, but it must not be taken for slow."""
+        """Return True if the member missed a heartbeat, or is not connected."""
         return state.cut_at > 0.0 or now - state.last_seen > self._heartbeats.silent_s
 
     def expired(self, now: float) -> list[MemberState]:
@@ -437,9 +433,7 @@ class Roster:
 
     def extend_leases(self, members: Container[Member], silence_s: float, now: float, *, grace_s: float = 0.0) -> None:
         """Extend the leases of ``members`` by ``silence_s``, in which none was heard.
-
-        Members that were not suspect before get ``grace_s`` in addition.
-        """
+        Members that were not suspect before get ``grace_s`` in addition."""
         for state in self:
             if state.member in members:
                 doubtful = self.is_suspect(state, now - silence_s)  # as judged when the silence began

@@ -107,6 +107,16 @@ def test_a_holder_keeps_its_place_while_it_is_fast_or_little_is_left(monkeypatch
     assert not holders.why
 
 
+def test_a_holder_that_slows_down_makes_room_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came before does not count: its link may have changed."""
+    clock = Clock(monkeypatch)
+    one, other = Holder("rollout/0/0", "127.0.0.1", 1), Holder("rollout/1/0", "127.0.0.1", 1)
+    holders, received = Holders([one, other]), Counter[str]()
+    assert receive(clock, holders, received, LEFT_NBYTES, holders_module.TRY_S) is None
+    assert receive(clock, holders, received, 1e5, holders_module.TRY_S) is one
+    assert holders.first is other
+
+
 def listening(**options: int) -> socket.socket:
     """Somebody who accepts nothing by itself."""
     return socket.create_server(("127.0.0.1", 0), **options)  # type: ignore[arg-type]  # backlog
