@@ -113,8 +113,9 @@ class Holders:
         """Measure the first holder; if it is slow, move it behind the others.
 
         Call it several times a second during a pull: a call starts a measurement, or
-        ends one that has run for 1 s, and starts the next. A holder is slow if it sent less than 20 MB/s and
-        the rest would take over 3 s. Nothing is measured if no other holder is left.
+        ends one that has run for 1 s, and starts the next. A holder is slow if it sent
+        less than 20 MB/s and the rest would take over 3 s. Nothing is measured if no
+        other holder is left.
 
         :param received: bytes so far, by holder's name.
         :param left_nbytes: bytes that are still missing.
