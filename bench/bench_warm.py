@@ -158,7 +158,7 @@ def _all_loaded(folder: Path) -> bool:
 
 def quickstarts(folder: Path, kinds: dict[str, Kind], repetitions: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in kinds}
-    head = re.compile(r"^(\[groups\.\w+\]\n)", re.MULTILINE)
+    head = re.compile(r"^(\[groups\.\w+\]\n)preload.*\n", re.MULTILINE)
     for number in range(repetitions):
         for name in rotated([*kinds], number):
             kind, where = kinds[name], folder / f"quickstart-{name}-{number}"
