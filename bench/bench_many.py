@@ -8,6 +8,11 @@ the same tensors, beside it in each repetition; ``publish`` is the call, "to loa
 time from it until the rollout has loaded and reported. The loop runs twice for "to
 loaded": publish and load each copy once. "first" is the first time, which lays out.
 
+*Stages*: where the time of "to loaded" goes. The call of ``publish`` (with the part of
+it that waits for the coordinator and a slot, and the part that plans and copies); from
+its end until the rollout has the version (the digest, two messages of the coordinator,
+a map, a decision on disk); the load; and the report.
+
 "changed only" is ``load_into(changed_only=True)`` and "changes" a walk over
 ``changes()``, in CPU time, beside "all" and "walk" of the same version; they take
 turns to be first. An element of every tenth tensor changes from version to version.
@@ -30,7 +35,8 @@ from replicas.coordinator import Coordinator
 
 SETS = {"1,000 of 1 KiB": (1000, 256), "200,000 of 256 B": (200_000, 64)}
 WAIT_S = 120.0
-BARS = {("1,000 of 1 KiB", "to loaded"): 12.0, ("200,000 of 256 B", "load_into"): 5.0}
+BARS = {("1,000 of 1 KiB", "to loaded"): 3.0, ("200,000 of 256 B", "to loaded"): 2.5}
+STAGES = ("publish: plan and copy", "publish: wait", "to received", "load_into", "report")
 
 
 _WAYS: dict[str, Callable[[replicas.Update, dict[str, torch.Tensor]], object]] = {
@@ -61,7 +67,8 @@ def _measure(coordinator: Any, count: int, numel: int, repetitions: int) -> dict
     whole = torch.randn(count, numel)
     weights = {f"t{number}": whole[number].clone() for number in range(count)}
     model = {name: torch.zeros_like(value) for name, value in weights.items()}
-    found: dict[str, list[float]] = {name: [] for name in ("plain", "publish", "load_into", "to loaded", *_WAYS)}
+    names = ("plain", "publish", "load_into", "to loaded", *_WAYS, *STAGES)
+    found: dict[str, list[float]] = {name: [] for name in names}
     with (
         replicas.join("policy", group="trainer", replica=0, rank=0, world_size=1, **where) as trainer,
         replicas.join("policy", group="rollout", replica=0, rank=0, world_size=1, **where) as rollout,
@@ -71,11 +78,20 @@ def _measure(coordinator: Any, count: int, numel: int, repetitions: int) -> dict
             waiting = rollout.receive()
             began = time.perf_counter()
             pending = trainer.publish(weights, new_manifest=True)
-            found["publish"].append(time.perf_counter() - began)
+            published = time.perf_counter()
             with waiting.wait(WAIT_S) as update:
-                found["load_into"].append(_timed(lambda update=update: update.load_into(model)))  # type: ignore[misc]
-            found["to loaded"].append(time.perf_counter() - began)
-            pending.wait(WAIT_S)
+                received = time.perf_counter()
+                update.load_into(model)
+                loaded = time.perf_counter()
+            ended = time.perf_counter()
+            phases = pending.wait(WAIT_S).phases
+            found["publish"].append(published - began)
+            found["to loaded"].append(ended - began)
+            found["publish: plan and copy"].append(phases["pack"])
+            found["publish: wait"].append(max(0.0, published - began - phases["pack"]))
+            found["to received"].append(received - published)
+            found["load_into"].append(loaded - received)
+            found["report"].append(ended - loaded)
             for value in list(weights.values())[::10]:
                 value[0] += 1
             waiting = rollout.receive()
@@ -98,18 +114,26 @@ async def main() -> None:
     parser.add_argument("--repetitions", type=int, default=0)
     arguments = parser.parse_args()
     repetitions = arguments.repetitions or (3 if arguments.quick else 9)
-    busy, rows, bars, samples = await busy_ratio(), list[list[str]](), list[Bar](), dict[str, dict[str, list[float]]]()
+    busy, rows, stages, bars = await busy_ratio(), list[list[str]](), list[list[str]](), list[Bar]()
+    samples: dict[str, dict[str, list[float]]] = {}
     channels = {"policy": {"sources": ["trainer"], "targets": ["rollout"], "deadline": "60s", "slots": 2}}
     for name, (count, numel) in SETS.items():
         with Coordinator(channels).in_thread() as coordinator:
             found = samples[name] = await asyncio.to_thread(_measure, coordinator, count, numel, repetitions)
         plain = statistics.median(found["plain"][1:])
         for what, times in found.items():
+            if what in STAGES and what != "load_into":
+                continue
             median = statistics.median(times[1:])
             ratio = median / plain
             rows.append([name, what, *(f"{one / count * 1e6:.2f}" for one in (median, times[0])), f"{ratio:.1f}"])
             if (most := BARS.get((name, what))) is not None:
                 bars.append(Bar(f"{name}: {what} takes at most {most:g} x plain", ratio, ratio <= most))
+        medians = [statistics.median(found[what][1:]) for what in STAGES]
+        stages += [
+            [name, what, f"{one * 1e3:.2f} ms", f"{one / sum(medians):.0%}"]
+            for what, one in zip(STAGES, medians, strict=True)
+        ]
         each = {what: statistics.median(found[what][1:]) / count * 1e6 for what in _WAYS}
         bars.append(
             Bar(f"{name}: a load of all takes at most {CPU_US:g} us of CPU each", each["all"], each["all"] <= CPU_US)
@@ -117,6 +141,7 @@ async def main() -> None:
         for what, whole in {"changed only": "all", "changes": "walk"}.items():
             ratio = each[what] / each[whole]
             bars.append(Bar(f"{name}: {what} takes no longer than {whole}", ratio, ratio <= SLOWER))
+    show("where it goes", ("tensors", "", "median", "share"), stages)
     show("many tensors", ("tensors", "", "us each", "first", "x plain"), rows)
     print(*(bar.line() for bar in bars), sep="\n")
     write("bench_many", {"machine": machine(), "busy_before": busy, "samples": samples})
