@@ -81,7 +81,7 @@ WAYS = {
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 39_430
+CODE_LINES_MAX = 39_370
 """A feature that needs more says in its commit what it removes instead. Pulls between
 hosts take 2,680, far ones and the doctor's look at their ports included; with them as
 the default, lanes for weights in host memory go. The loop of engines, 235, has come
