@@ -107,8 +107,7 @@ class Stragglers:
     def suffice(self, others: Collection[Member]) -> bool:
         """Return True if the version can be committed with ``others`` alone: there is
         one, and there are ``min_targets`` replicas."""
-        replicas = {(member.group, member.replica) for member in others}
-        return bool(others) and len(replicas) >= self._roster.config.min_targets
+        return len({(one.group, one.replica) for one in others}) >= max(1, self._roster.config.min_targets)
 
     def mark_slow(self, late: Collection[Member], others: Collection[Member], now: float) -> bool:
         """Mark the members ``late`` as slow, so that they are caught up on their own.
