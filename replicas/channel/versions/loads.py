@@ -15,28 +15,11 @@ from typing import NamedTuple
 from replicas import errors
 from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.hub import Hub
-from replicas.channel.session.pending import Pending, Promise
-from replicas.core.base.manifest import Manifest
-from replicas.messages import CanLoad, LoadDecided, Loaded, LoadFailed, SlotPlace, WireError
+from replicas.channel.session.pending import Promise
+from replicas.channel.versions.owner import Base, Owner, Score, Tell
+from replicas.messages import CanLoad, LoadDecided, Loaded, LoadFailed, WireError
 from replicas.messages.bounds import text_of
-from replicas.messages.version_orders import Steered
 from replicas.weights.memory.arena import Slot
-from replicas.weights.memory.buffers import Buffer
-
-Tell = Callable[[errors.ReplicasError | None], None]
-Score = Callable[[int, dict[str, float]], Pending[Steered]]
-
-
-class Base(NamedTuple):
-    """The version that was loaded last; its memory may have been reused since.
-
-    ``content``: the version whose bytes it has.
-    """
-
-    version: int
-    content: int
-    manifest_hash: str
-    place: SlotPlace
 
 
 class _Wait(NamedTuple):
@@ -47,12 +30,11 @@ class _Wait(NamedTuple):
     tell: weakref.WeakMethod[Tell]
 
 
-class Loads:
+class Loads(Owner):
     """Reports this rank's loads to the coordinator: can load, has loaded, or failed.
 
     There is at most one open update (version received), so at most one open report.
 
-    :ivar score: reports scores of a version, by name.
     :param on_touch: called when a caller begins to use an update: drop all references
         to it.
     :ivar refused: the version that was refused, if that was the last report; else 0.
@@ -65,10 +47,9 @@ class Loads:
         :param on_touch: called on the caller's thread when the caller begins to use an
             update: it must drop all references to the update.
         """
-        self._hub, self.score = hub, score
-        self._on_touch = on_touch
+        super().__init__(lambda: hub.arena, score)
+        self._hub, self._on_touch = hub, on_touch
         self.refused = self._in_hand = 0
-        self._base: Base | None = None
         self._failure: LoadFailed | None = None
         self._wait: _Wait | None = None
 
@@ -155,24 +136,6 @@ class Loads:
         Changes of the next version are computed against it.
         """
         return self._base if self._base is not None and self._base.version == self._hub.loaded else None
-
-    def open_base(self, base: Base | None, manifest: Manifest) -> Buffer | None:
-        """Map the memory of ``base`` (the version loaded last), to compare with it.
-
-        It takes no lock: the memory may be refilled while the caller reads it.
-
-        :param manifest: of the version that is compared with it.
-        :returns: a buffer that the caller closes; None if there is no base, it has
-            another manifest or is on a GPU, or its memory is gone.
-        """
-        if base is None or base.manifest_hash != manifest.hash or base.place.device:
-            return None
-        try:
-            buffer = self._hub.arena.borrow(base.place, base.content, lock=False)
-            buffer.readable()
-        except errors.ReplicasError:  # the memory is gone, or cannot be mapped
-            return None
-        return buffer
 
     # ------------------------------------------------------------ session thread
 

@@ -19,7 +19,8 @@ import msgspec
 from replicas import errors
 from replicas.channel.session.hub import Hub, Part
 from replicas.channel.session.pending import Pending, Promise
-from replicas.channel.versions.loads import Base, Loads
+from replicas.channel.versions.loads import Loads
+from replicas.channel.versions.owner import Base
 from replicas.channel.versions.update import Update
 from replicas.messages import VersionAnswer, VersionAsk, arguments
 from replicas.messages import version_orders as orders

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from replicas import errors
 from replicas.channel.session.hub import Hub, Part, logger
 from replicas.channel.session.pending import Promise
-from replicas.channel.versions.loads import Loads, Score
+from replicas.channel.versions.loads import Loads
+from replicas.channel.versions.owner import Score
 from replicas.channel.versions.update import Update
 from replicas.common.waits import locked
 from replicas.core.versions.load_rounds import is_enough

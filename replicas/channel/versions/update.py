@@ -18,7 +18,7 @@ import torch
 from replicas import errors
 from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.pending import Pending
-from replicas.channel.versions.loads import Base, Loads
+from replicas.channel.versions.owner import Base, Owner
 from replicas.common.waits import locked
 from replicas.core.base.manifest import Manifest
 from replicas.messages import Meta, arguments
@@ -54,7 +54,7 @@ class Update:
     :ivar manifest: names, dtypes and shapes (``replicas.core.base.manifest.Manifest``).
     """
 
-    def __init__(self, owner: Loads, slot: Slot, version: int, meta: Meta, digest: str = "") -> None:
+    def __init__(self, owner: Owner, slot: Slot, version: int, meta: Meta, digest: str = "") -> None:
         """Take over a pinned slot; ``owner`` gets the reports, and unpins the slot."""
         manifest = slot.image
         if manifest is None:

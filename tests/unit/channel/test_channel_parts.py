@@ -19,8 +19,9 @@ from replicas.channel.operations.results import OperationCall
 from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.pending import Promise, Receipt
 from replicas.channel.versions.filling import PublishJob
-from replicas.channel.versions.loads import Base, Loads
+from replicas.channel.versions.loads import Loads
 from replicas.channel.versions.orders import VersionOrders, Versions
+from replicas.channel.versions.owner import Base
 from replicas.channel.versions.update import Update
 from replicas.core.base.manifest import PartManifest
 from replicas.messages import Segment
