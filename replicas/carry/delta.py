@@ -274,7 +274,7 @@ def _decoded(delta: bytes, nbytes: int) -> list[Changes]:
     elements = _elements(places, nbytes)
     if not (0 < count <= elements[-1] and 0 < planes <= _PLANES_MAX):
         raise DeltaError(f"{count} changes of {elements[-1]} elements, gaps of {planes} bytes")
-    raw = _decompressed(delta[at + regions * _REGION.size :], count * planes, nbytes)
+    raw = decompressed(delta[at + regions * _REGION.size :], count * planes, nbytes)
     return _changes(raw, count, planes, places, elements)
 
 
@@ -297,7 +297,7 @@ def _elements(places: Sequence[tuple[int, int]], nbytes: int) -> list[int]:
     return elements[1:]
 
 
-def _decompressed(frame: bytes, least: int, most: int) -> bytes:
+def decompressed(frame: bytes, least: int, most: int) -> bytes:
     """Return the content of a zstd ``frame``: over ``least``, up to ``most`` bytes.
 
     :raises DeltaError: the frame is malformed, or has another size.

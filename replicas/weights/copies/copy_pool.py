@@ -220,3 +220,17 @@ class CopyPool:
                 self._error = self._error or error
                 self._queue.clear()
             self._release_waiters()
+
+
+def run_all(tasks: Iterable[Callable[[], None]], helpers: int, *, owner: object | None = None) -> None:
+    """Run all tasks of one job on this thread and others; return when they are done.
+
+    The first error of a task is raised.
+
+    :param helpers: threads beside this one. :param owner: as for :class:`CopyPool`.
+    """
+    pool = CopyPool(helpers, owner=owner)
+    try:
+        pool.run(tasks)
+    finally:
+        pool.close()

@@ -41,7 +41,7 @@ import xxhash
 from replicas.common.waits import locked
 from replicas.weights.copies import streaming
 from replicas.weights.copies.accelerator import accelerator
-from replicas.weights.copies.copy_pool import ALONE_NBYTES, CopyPool, cores, helpers_for
+from replicas.weights.copies.copy_pool import ALONE_NBYTES, CopyPool, cores, helpers_for, run_all
 from replicas.weights.copies.digest import BLOCK_NBYTES, combined
 from replicas.weights.copies.host_copies import STEP_NBYTES, Cut, HostCopies, Kinds, cuts_of, unusable
 from replicas.weights.copies.tensors import why_unusable, written_as_bits
@@ -179,12 +179,7 @@ def run_host(copies: HostCopies, cuts: Callable[[int], list[Cut]], nbytes: int, 
     if copies.runs:
         copies.run(cuts(STEP_NBYTES * (helpers + 1)), threads=helpers + 1, past_caches=past_caches)
         return
-    owner = _Caller()
-    pool = CopyPool(helpers, owner=owner)
-    try:
-        pool.run(copies.tasks(cuts(STEP_NBYTES), past_caches=past_caches))
-    finally:
-        pool.close()
+    run_all(copies.tasks(cuts(STEP_NBYTES), past_caches=past_caches), helpers, owner=_Caller())
 
 
 class _Caller:

@@ -39,7 +39,7 @@ import xxhash
 
 from replicas.common.waits import locked
 from replicas.weights.copies.accelerator import accelerator
-from replicas.weights.copies.copy_pool import CopyPool, helpers_for
+from replicas.weights.copies.copy_pool import helpers_for, run_all
 
 BLOCK_NBYTES = 16 << 20
 DigestKind = Literal["host", "device"]
@@ -76,19 +76,20 @@ def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host"
         uuid = gpu.uuid_of(data) if gpu is not None else ""
         with gpu.on_side_stream(uuid) if gpu is not None and uuid else nullcontext():
             return device_digest_of(data)
-    view = data.numpy().data if isinstance(data, torch.Tensor) else memoryview(data)
-    blocks: dict[int, bytes] = {}
+    return combined(digest_blocks(data.numpy().data if isinstance(data, torch.Tensor) else memoryview(data)))
 
-    def hash_block(start: int) -> None:
-        """Hash the block that begins at byte ``start``, and keep the result."""
-        blocks[start] = xxhash.xxh3_128_digest(view[start : start + BLOCK_NBYTES])
 
-    pool = CopyPool(helpers_for(view.nbytes // 2))  # a thread hashes faster than it copies
-    try:
-        pool.run([functools.partial(hash_block, start) for start in range(0, view.nbytes, BLOCK_NBYTES)])
-    finally:
-        pool.close()
-    return combined(blocks[start] for start in sorted(blocks))
+def digest_blocks(data: memoryview) -> list[bytes]:
+    """Return the xxh3-128 of each block of 16 MiB; several threads hash. Blocks."""
+    blocks = [b""] * -(-data.nbytes // BLOCK_NBYTES)
+
+    def hash_block(number: int) -> None:
+        """Hash a block, and keep the result."""
+        blocks[number] = xxhash.xxh3_128_digest(data[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES])
+
+    tasks = [functools.partial(hash_block, number) for number in range(len(blocks))]
+    run_all(tasks, helpers_for(data.nbytes // 2))  # a thread hashes faster than it copies
+    return blocks
 
 
 def device_digest_of(data: torch.Tensor) -> str:
