@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from replicas import sources as sources
     from replicas import status as status
     from replicas import testing as testing
+    from replicas.archive import follow
     from replicas.channel import Change, Channel, Lease, Pending, Receipt, Shard, Update, Versions, join
     from replicas.coordinator import Coordinator
     from replicas.messages.identity import Member
@@ -37,6 +38,7 @@ __all__ = [
     "Versions",
     "__version__",
     "errors",
+    "follow",
     "join",
 ]
 
@@ -45,6 +47,7 @@ _HOMES = dict.fromkeys(_OF_A_RANK, "replicas.channel") | {
     "Coordinator": "replicas.coordinator",
     "Member": "replicas.messages.identity",
     "Supervisor": "replicas.supervisor",
+    "follow": "replicas.archive",
 }
 _MODULES = ("engine", "sources", "status", "testing")
 

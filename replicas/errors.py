@@ -20,7 +20,9 @@
     │   ├── NoCapacity        memory (or another resource) is too small
     │   ├── Preflight         members are incompatible (backend, address, versions)
     │   ├── StoreTampered     a non-member changed the rendezvous store
-    │   └── Fenced            another process joined with this identity
+    │   ├── Fenced            another process joined, or writes, with this identity
+    │   ├── ArchiveError      an archive's storage fails, denies, or lacks an object
+    │   └── ArchiveTampered   an object of an archive is not what was signed
     ├── Disconnected          no session with the coordinator in time
     └── InternalError         a bug in this library: please report it
 
@@ -36,6 +38,8 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 __all__ = [
+    "ArchiveError",
+    "ArchiveTampered",
     "BadConfig",
     "Busy",
     "DeadlineExceeded",
@@ -252,9 +256,31 @@ class StoreTampered(WorldError):
 
 
 class Fenced(WorldError):
-    """A later join has this identity, mostly another process; this one is excluded."""
+    """A later join has this identity, mostly another process; this one is excluded.
+
+    Or another process writes to the same archive.
+    """
 
     default_hint = "give each process its own (group, replica, rank), or end the older one first"
+
+
+class ArchiveError(WorldError):
+    """The storage of an archive fails, denies, or lacks an object.
+
+    The message names the object, and what the storage says.
+    """
+
+    default_hint = "look at the storage and its credentials; the call may be made again"
+
+
+class ArchiveTampered(WorldError):
+    """An object of an archive is not what the archive's key has signed.
+
+    It is malformed, damaged, of another version, or another writer's. Nothing of it was
+    shown.
+    """
+
+    default_hint = "check that key= is that of the archive's writer; restore the object, or archive a new version"
 
 
 class Disconnected(ReplicasError):

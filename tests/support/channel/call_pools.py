@@ -254,6 +254,13 @@ POOLS: dict[str, dict[str, Pool]] = {
         "hold": [False],
         "check_finite": [True],
     },
+    "follow": {
+        "archive": ["memory://", "file:///nowhere", "s3://user:secret@bucket", "x"],
+        "channel": ["policy", "..", ""],
+        "key": [None, "ed25519:", f"ed25519:{'0' * 64}"],
+        "at_least": [1, ("step", 3)],
+        "timeout": [0.1],
+    },
     "Channel.fence": {"stream": []},
     "Channel.reserve": {"weights": [*WEIGHTS, *TENSORS], "dtype": [torch.bfloat16, float], "slots": [1, 2, 99]},
     "Channel.arena_like": {
@@ -419,7 +426,7 @@ NOT_CALLED = {
     ),
 }
 """What is public by its name, and not drawn: why."""
-SLOW = ("Supervisor.", "join", "Coordinator", "Channel.close", "Channel.arena_like")
+SLOW = ("Supervisor.", "join", "follow", "Coordinator", "Channel.close", "Channel.arena_like")
 """Drawn a tenth as often: they take longer than all others."""
 
 

@@ -66,6 +66,7 @@ BASE: dict[str, dict[str, Any]] = {
     "Channel.loaded": {"version": 1, "deadline": 0.01},
     "Channel.committed": {"after": 0},
     "Channel.progress": {"step": 1},
+    "follow": {"archive": "memory://", "key": None},
     "Shard": {"tensor": torch.ones(2), "offsets": (0,), "shape": (4,)},
     "Coordinator": {"channels": CHANNELS},
     "Supervisor": {"config": {}},
@@ -230,6 +231,8 @@ class CallWorld:
             match room:
                 case "join":
                     self._join(given)
+                case "follow":
+                    replicas.follow(**given).close()
                 case "Shard":
                     replicas.Shard(**given)
                 case "Coordinator":

@@ -25,6 +25,7 @@ def test_the_public_names() -> None:
         "Versions",
         "__version__",
         "errors",
+        "follow",
         "join",
     }
     for name in replicas.__all__:

@@ -1,0 +1,266 @@
+"""Write the versions of a channel to an archive.
+
+    key = ArchiveKey.of_file(path)
+    writer = Writer("s3://bucket/run", "policy", run="grpo", key=key)
+    with channel.receive().wait() as update:
+        version = Version.of(update)     # a copy: the update may end
+    writer.write(version)
+
+:mod:`replicas.archive.format` has the objects and their order. A writer keeps the bytes
+of the last version and of the last whole, to compare with. All calls block.
+
+A writer continues the archive that is there, if it is of the same run, channel and key.
+Then the writer before it, if it still lives, is refused at its next version: ``latest``
+is not the object any longer that it knows. If the storage fails without saying whether
+it has written ``latest``, the writer looks. A :class:`Version` that is written again
+gets the same bytes, so it does not matter which attempt succeeded.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import socket
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from replicas import errors
+from replicas.archive.deltas import encode_delta
+from replicas.archive.format import (
+    DATA,
+    ENTRIES,
+    FORMAT,
+    LATEST,
+    Entry,
+    Latest,
+    Link,
+    Range,
+    name_of,
+    pack_manifest,
+    seal,
+    sha256_of,
+    unseal,
+)
+from replicas.archive.keys import ArchiveKey, verifier
+from replicas.archive.plan import Due, Rules, doomed, is_whole_due
+from replicas.archive.store import Archive, Missing, Overtaken, Store, Tag
+from replicas.carry.blocks import combined
+from replicas.channel.versions.update import Update
+from replicas.common.logs import Log
+from replicas.core.base.manifest import Manifest
+from replicas.messages import Meta
+from replicas.messages.bounds import is_name
+from replicas.weights.copies.copy_pool import helpers_for, run_all
+from replicas.weights.copies.digest import digest_blocks
+
+logger = Log("replicas.archive")
+_FACTS = ("version", "content_of", "meta", "step", "labels", "scores")
+
+
+@dataclass(frozen=True, eq=False)
+class Version:
+    """A version to write.
+
+    :ivar image: its image: header and tensors, as at ``update.path``. The writer keeps
+        it for comparisons: its bytes must not change.
+    :ivar digest: of the tensors, as in the receipt; empty if unknown.
+    :ivar step: the training step. :ivar at: seconds since 1970.
+    """
+
+    version: int
+    image: memoryview
+    manifest: Manifest
+    digest: str = ""
+    meta: Meta = field(default_factory=dict)
+    content_of: int = 0
+    step: float | None = None
+    labels: tuple[str, ...] = ()
+    scores: Mapping[str, float] = field(default_factory=dict)
+    at: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, update: Update, **facts: Any) -> Version:
+        """Copy an open update of a channel, which may end then.
+
+        :param facts: ``step``, ``labels`` and ``scores`` of the version.
+        :raises replicas.errors.ManifestMismatch: safetensors lacks a dtype of it.
+        """
+        with Path(update.path_to_copy).open("rb") as file:
+            image = memoryview(mmap.mmap(-1, os.fstat(file.fileno()).st_size))
+            file.readinto(image)  # a regular file, whose reads are whole
+        return cls(update.version, image, update.manifest, update.digest, update.meta, update.content_of, **facts)
+
+    @cached_property
+    def data(self) -> memoryview:
+        """The bytes of the tensors."""
+        return self.image[self.manifest.data_offset :]
+
+
+class _Known(NamedTuple):
+    """The versions that a writer compares with: the last one, and the last whole.
+
+    ``deltas``: sizes of the deltas against the whole so far.
+    """
+
+    last: Version
+    base: Version
+    whole: Range
+    deltas: tuple[int, ...] = ()
+
+
+class Writer:
+    """The writer of one channel's archive. For one thread at a time.
+
+    :param archive: its URL, or a store of obstore; see
+        :class:`~replicas.archive.store.Store`.
+    :param run: name of the run.
+    :param rules: when a whole is written, and what is deleted; default: nothing.
+    :ivar close: ends its thread.
+    :raises replicas.errors.UsageError: the archive is another run's, channel's or
+        key's; or the URL is not valid.
+    :raises replicas.errors.ArchiveError: the storage fails or denies.
+    """
+
+    def __init__(self, archive: Archive, channel: str, *, run: str, key: ArchiveKey, rules: Rules = Rules()) -> None:
+        """Read ``latest``; write nothing."""
+        if not is_name(channel) or channel in (".", ".."):
+            raise errors.UsageError(f"{channel!r} cannot be the name of a folder", hint="name the channel otherwise")
+        self._store = Store(archive, channel, make=True)
+        self.close = self._store.close
+        self._key, self._verify, self._rules = key, verifier(key.public), rules
+        name = f"{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}"
+        self._origin: dict[str, Any] = {"format": FORMAT, "run": run, "channel": channel, "writer": name}
+        self._known: _Known | None = None
+        self._entries: dict[str, Entry] | None = None
+        self._data: set[str] = set()
+        self._due: Due = {}
+        self._latest, self._tag = self._read_latest()
+        logger.info("archive %s: readers' key=%r", self._store.text, key.public)
+
+    def write(self, version: Version, pinned: Collection[int] = ()) -> Link:
+        """Write a version, and delete what is not kept; return the link of its entry.
+
+        The newest version of the archive is not written again.
+
+        :param pinned: versions of labels and leases, which are kept.
+        :raises replicas.errors.StaleVersion: the archive has a newer one, or another
+            one of this number.
+        :raises replicas.errors.UsageError: its bytes do not have its digest.
+        :raises replicas.errors.Fenced: another writer has taken the archive over.
+        :raises replicas.errors.ArchiveError: the storage fails; call it again.
+        """
+        blocks, number, latest = digest_blocks(version.data), version.version, self._latest
+        digest, newest = combined(blocks), None if latest is None else latest.newest
+        if version.digest not in ("", digest):
+            text = f"version {number} has digest {digest}, not {version.digest}"
+            raise errors.UsageError(text, hint="give its own image, unchanged")
+        if latest is not None and newest is not None and newest.version >= number:
+            if (newest.version, latest.digest) == (number, digest):
+                return newest
+            text = f"version {number} is not newer than version {newest.version} of {self._store.text}"
+            raise errors.StaleVersion(text, hint="archive a run with new numbers to another URL")
+        known, places = self._write_data(version)
+        shared = {**self._origin, "at": version.at, "digest": digest}
+        facts = {name: getattr(version, name) for name in _FACTS} | places | {"nbytes": version.data.nbytes}
+        facts |= {"blocks": tuple(one.hex() for one in blocks), "tensors": pack_manifest(version.manifest)}
+        entry = Entry(**shared, **facts, before=newest)
+        sealed = seal(entry, self._key.sign)
+        sha256 = sha256_of(sealed)
+        link = Link(version=number, entry=name_of(ENTRIES, number, sha256, "json"), sha256=sha256)
+        self._store.put(link.entry, sealed)
+        self._put_latest(Latest(**shared, newest=link))
+        self._known = known
+        if self._rules.keep:
+            self._delete(link.entry, entry, pinned)
+        return link
+
+    def _write_data(self, version: Version) -> tuple[_Known, dict[str, Range | None]]:
+        """Write the data objects of a version.
+
+        :returns: what to compare the next version with; ``whole``, ``from_whole`` and
+            ``from_before`` of the entry.
+        """
+        known, nbytes = self._known, version.image.nbytes
+        step = joined = None
+        if known is not None and known.last.manifest.hash == version.manifest.hash:
+            how = version.data, version.manifest.regions, partial(run_all, helpers=helpers_for(nbytes))
+            step = encode_delta(known.last.data, *how)
+            joined = step if known.base is known.last else encode_delta(known.base.data, *how)
+            if 2 * len(step) > nbytes:
+                step = None
+        if known is None or joined is None or is_whole_due(self._rules, known.deltas, len(joined), nbytes):
+            whole = self._put(version, "safetensors", version.image)[0]
+            before = None if step is None else self._put(version, "delta", step)[0]
+            return _Known(version, version, whole), {"whole": whole, "from_before": before}
+        found = self._put(version, "delta", *([joined] if step is None or step is joined else [step, joined]))
+        known = known._replace(last=version, deltas=(*known.deltas, len(joined)))
+        before = None if step is None else found[0]
+        return known, {"whole": known.whole, "from_whole": found[-1], "from_before": before}
+
+    def _put(self, version: Version, suffix: str, *parts: bytes | memoryview) -> list[Range]:
+        """Write one data object of all parts; return the range of each."""
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        name = name_of(DATA, version.version, sha256_of(data), suffix)
+        self._store.put(name, data)
+        places = zip(accumulate(map(len, parts), initial=0), parts, strict=False)
+        return [Range(object=name, start=at, nbytes=len(one), sha256=sha256_of(one)) for at, one in places]
+
+    def _put_latest(self, latest: Latest) -> None:
+        """Write ``latest``, unless another writer has.
+
+        :raises replicas.errors.Fenced: another one has.
+        """
+        sealed = seal(latest, self._key.sign)
+        try:
+            self._tag = self._store.put(LATEST, sealed, self._tag, new=self._tag is None)
+        except errors.ArchiveError as error:
+            found, tag = self._read_latest()
+            if found is None or found.newest != latest.newest:
+                if found is None or not isinstance(error, Overtaken):
+                    raise
+                text = f"{self._store.text} is written by {found.writer}, too: version {found.newest.version}"
+                raise errors.Fenced(text, hint="end one of the two writers") from error
+            self._tag = tag  # it was written, and the answer was lost
+        self._latest = latest
+
+    def _read_latest(self) -> tuple[Latest | None, Tag | None]:
+        """Return ``latest`` and its tag; (None, None) if there is none.
+
+        :raises replicas.errors.UsageError: it is another run's, channel's or key's.
+        """
+        text, hint = self._store.text, "archive to another URL, or as the run, and with the key, that began this one"
+        try:
+            data, tag = self._store.read(LATEST)
+            latest = unseal(data, Latest, self._verify, LATEST)
+        except Missing:
+            return None, None
+        except errors.ArchiveTampered as error:
+            raise errors.UsageError(f"{text} is not this writer's: {error.message}", hint=hint) from error
+        if (latest.run, latest.channel) != (self._origin["run"], self._origin["channel"]):
+            raise errors.UsageError(f"{text} holds {latest.channel} of run {latest.run}, by {latest.writer}", hint=hint)
+        return latest, tag
+
+    def _delete(self, name: str, entry: Entry, pinned: Collection[int]) -> None:
+        """Delete what is not kept; a failure is logged, and the next call tries again.
+
+        The first call lists what there is. So it also finds what killed writers left.
+
+        :param name: of the newest entry.
+        """
+        try:
+            if self._entries is None:
+                self._data, names = set(self._store.list_names(DATA)), self._store.list_names(ENTRIES)
+                self._entries = {one: unseal(self._store.read(one)[0], Entry, self._verify, one) for one in names}
+            self._entries[name], self._data = entry, self._data | entry.objects
+            gone, over, self._due = doomed(self._entries, self._data, pinned, self._rules, self._due, entry.at)
+            self._store.delete([*sorted(gone), *sorted(over)])
+            self._data -= over
+            self._entries = {one: known for one, known in self._entries.items() if one not in gone}
+        except (errors.ArchiveError, errors.ArchiveTampered) as error:
+            logger.warning("archive %s: old versions are not deleted yet: %s", self._store.text, error)
