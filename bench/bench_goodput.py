@@ -16,7 +16,8 @@ time (1.25 s), as a share of the window. It begins when all rollouts have worked
 Faults hit rollouts only: three of four are kill -9, the fourth is a freeze of 5 s. They
 come from a seed, and each contender gets the same. An hour is compressed into 24 s, so
 a window has the faults of five hours; but what each one costs is not compressed: in a
-real hour the loss is 150 times smaller, for every contender.
+real hour the loss is 150 times smaller, for every contender. "Lost by each" is what no
+compression changes: the seconds of useful time that a fault cost.
 
 Contenders: this library, warm (``preload = ["torch"]``) and cold; one torchrun job of
 all processes, which broadcasts by Gloo and starts again from its last step; torchft's
@@ -35,7 +36,6 @@ import asyncio
 import json
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -55,11 +55,12 @@ from bench.goodput_plan import (
     faults,
     goodput,
     latest_end,
+    lost_per_fault_s,
     median,
     torn_and_older,
     window_end,
 )
-from bench.support import ROOT, busy_ratio, machine, rotated, show, write
+from bench.support import ROOT, busy_ratio, machine, rotated, scratch, show, write
 from bench.trees import Process, alive, send
 
 QUICK = Plan(rollouts=4, window_s=60.0, hour_s=12.0)
@@ -162,7 +163,7 @@ def measure(folder: Path, contender: str, plan: Plan, percent: float, seed: int)
     )
 
 
-def report(outcomes: Sequence[Outcome], percents: Sequence[float], names: Sequence[str]) -> None:
+def report(outcomes: Sequence[Outcome], plan: Plan, percents: Sequence[float], names: Sequence[str]) -> None:
     rows: list[list[str] | None] = []
     for percent in percents:
         for name in names:
@@ -170,6 +171,7 @@ def report(outcomes: Sequence[Outcome], percents: Sequence[float], names: Sequen
             if not found:
                 continue
             shares = [one.goodput for one in found]
+            lost_s = lost_per_fault_s(outcomes, plan, name, percent)
             rows.append(
                 [
                     f"{percent:g} %",
@@ -177,14 +179,15 @@ def report(outcomes: Sequence[Outcome], percents: Sequence[float], names: Sequen
                     f"{median(outcomes, name, percent):.3f}",
                     f"{min(shares):.3f} - {max(shares):.3f}",
                     f"{sum(one.hits for one in found)} of {sum(one.faults for one in found)}",
+                    "" if lost_s is None else f"{lost_s:.1f} s",
                     str(sum(one.steps for one in found)),
                     f"{max(one.longest_s for one in found):.1f} s",
                     f"{sum(one.torn for one in found)}, {sum(one.older for one in found)}",
                 ]
             )
         rows.append(None)
-    columns = ["lost in an hour", "", "goodput", "range", "faults that hit", "steps", "longest step", "torn, older"]
-    show("Goodput", columns, rows)
+    columns = ["lost in an hour", "", "goodput", "range", "faults that hit", "lost by each"]
+    show("Goodput", [*columns, "steps", "longest step", "torn, older"], rows)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -196,14 +199,14 @@ def run(options: argparse.Namespace) -> None:
     result: dict[str, Any] = {"machine": machine(), "busy_before": asyncio.run(busy_ratio()), "plan": asdict(plan)}
     result |= {"releases": releases(), "left_out": missing}
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory(prefix="replicas-bench-") as name:
+    with scratch() as name:
         for repetition in range(options.repetitions or (1 if options.quick else 3)):
             for percent in percents:
                 for contender in rotated(names, repetition):
                     folder = Path(name) / f"{contender}-{percent:g}-{repetition}"
                     outcomes.append(measure(folder, contender, plan, percent, options.seed + repetition))
                     print(json.dumps(outcomes[-1].report()), flush=True)
-    report(outcomes, percents, names)
+    report(outcomes, plan, percents, names)
     for name, reason in missing.items():
         print(f"left out: {name}: {reason}")
     kept = bars(outcomes)

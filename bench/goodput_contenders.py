@@ -180,7 +180,7 @@ def left_out(ask: bool) -> dict[str, str]:
     """Why some of the contenders do not run here, by name; with ``ask``, which takes
     half a minute, also the released libraries that never do."""
     found = {} if python_with("torchft") else {"torchft": f"not installed: {HOW}"}
-    return found | ({name: reason for name in PROBES if (reason := why_not(name))} if ask else {})
+    return found | ({name: why_not(name) for name in PROBES} if ask else {})
 
 
 def releases() -> dict[str, str]:
@@ -197,8 +197,7 @@ def release(package: str, python: str = sys.executable) -> str:
 
 
 def why_not(package: str) -> str:
-    """Why the released ``package`` cannot take part here, in its own words; "": it
-    could."""
+    """Why the released ``package`` cannot take part here, in its own words."""
     if not ENGINES.exists():
         return f"not installed: {ENGINES_HOW}"
     done = subprocess.run(
@@ -207,4 +206,5 @@ def why_not(package: str) -> str:
     found = [line.removeprefix("answer: ") for line in done.stdout.splitlines() if line.startswith("answer: ")]
     if done.returncode:
         raise RuntimeError(f"asking {package} failed:\n{done.stderr}")
-    return f"{package} {release(package, str(ENGINES))}: {found[0]}" if found else ""
+    reason = found[0] if found else "it could run here, with a GPU; this benchmark has no program for that"
+    return f"{package} {release(package, str(ENGINES))}: {reason}"

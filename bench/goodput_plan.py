@@ -26,6 +26,7 @@ __all__ = [
     "faults",
     "goodput",
     "latest_end",
+    "lost_per_fault_s",
     "median",
     "torn_and_older",
     "window_end",
@@ -168,6 +169,17 @@ def median(outcomes: Iterable[Outcome], contender: str, percent: float) -> float
     """The goodput of its repetitions; None: it has not run at this rate."""
     found = [one.goodput for one in outcomes if (one.contender, one.percent) == (contender, percent)]
     return statistics.median(found) if found else None
+
+
+def lost_per_fault_s(outcomes: Sequence[Outcome], plan: Plan, contender: str, percent: float) -> float | None:
+    """Seconds of useful time that a fault cost, against windows without faults: what no
+    compression of hours changes. None: not measured at both rates, or nothing hit."""
+    usual = median(outcomes, contender, 0)
+    found = [one for one in outcomes if (one.contender, one.percent) == (contender, percent)]
+    hits = sum(one.hits for one in found)
+    if usual is None or not hits:
+        return None
+    return sum(usual - one.goodput for one in found) * plan.window_s / hits
 
 
 def bars(outcomes: Sequence[Outcome]) -> list[Bar]:

@@ -22,6 +22,7 @@ from bench.goodput_plan import (
     faults,
     goodput,
     latest_end,
+    lost_per_fault_s,
     median,
     torn_and_older,
     window_end,
@@ -113,6 +114,13 @@ def test_bars() -> None:
     bad = [outcome("warm", 10, 0.9, older=1), outcome("cold", 10, 0.95), outcome("torchft", 10, 0.9)]
     assert [bar.kept for bar in bars(bad)] == [False, False, False]
     assert [bar.kept for bar in bars([outcome("warm", 0, 0.9), outcome("torchft", 0, 0.99)])] == [True]
+
+
+def test_what_a_fault_costs_needs_windows_without_faults() -> None:
+    found = [outcome("warm", 0, 0.98), outcome("warm", 10, 0.96), outcome("warm", 10, 0.94), outcome("cold", 10, 0.9)]
+    assert lost_per_fault_s(found, PLAN, "warm", 10) == pytest.approx((0.02 + 0.04) * 120 / 8)
+    assert lost_per_fault_s(found, PLAN, "cold", 10) is None
+    assert lost_per_fault_s(found, PLAN, "warm", 20) is None
 
 
 def result() -> dict[str, Any]:
