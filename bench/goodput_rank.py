@@ -142,7 +142,7 @@ class Trainer:
         self._saved = field.folder / "checkpoint"
         self.step = int(self._saved.read_text()) if self._saved.exists() else 0
         self.newest = self.step
-        self._steps = (field.folder / "steps").open("a", buffering=1)
+        self._steps = field.folder / "steps"
         self._read: dict[Path, int] = {path: path.stat().st_size for path in self._samples()}
         field.close(self.step)
 
@@ -184,7 +184,8 @@ class Trainer:
     def arrived(self, step: int) -> None:
         """A sync has ended well: the step counts."""
         self.newest = step
-        self._steps.write(json.dumps([step, time.monotonic()]) + "\n")
+        with self._steps.open("a") as file:
+            file.write(json.dumps([step, time.monotonic()]) + "\n")
 
 
 def replicas_trainer(field: Field) -> None:

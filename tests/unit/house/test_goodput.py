@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.bench_goodput import completed, lines, rank_of
-from bench.goodput_contenders import CONTENDERS
+from bench.goodput_contenders import CONTENDERS, make_field
 from bench.goodput_draw import COLOURS, HEIGHT, WIDTH, apart, draw
 from bench.goodput_plan import (
     PERCENTS,
@@ -27,6 +27,7 @@ from bench.goodput_plan import (
     torn_and_older,
     window_end,
 )
+from bench.goodput_rank import Field, Model, Trainer, is_open
 
 PLAN = Plan()
 SVG = "{http://www.w3.org/2000/svg}"
@@ -99,6 +100,41 @@ def test_the_process_of_a_rollout_is_the_last_that_said_so(tmp_path: Path) -> No
 
 def outcome(contender: str, percent: float, share: float, older: int = 0) -> Outcome:
     return Outcome(contender, percent, 1, share, 48, 4, 4, 3.0, 0, older)
+
+
+def test_a_batch_is_of_the_open_step_and_of_the_newest_version_or_the_one_before(tmp_path: Path) -> None:
+    make_field(tmp_path / "run", Plan(rollouts=2, per_step=2, train_s=0.0))
+    folder = tmp_path / "run"
+    (folder / "checkpoint").write_text("5")
+    (folder / "samples-0").write_text("[6, 5.0, 5.0, 1.0]\n" * 9)  # of an earlier life of the trainer
+    field = Field(folder)
+    trainer = Trainer(field)
+    assert not is_open(field.gate)
+    too_old, other_step, good = "[6, 3.0, 3.0, 1.0]\n", "[5, 5.0, 5.0, 1.0]\n", "[6, 5.0, 5.0, 1.0]\n"
+    said = iter([too_old + other_step + good, "[6, 4.0, 4.0, 1.0]\n" + good[:5], good[5:]])
+    gates: list[int] = []
+
+    def meanwhile() -> None:
+        gates.append(is_open(field.gate))
+        with (folder / "samples-1").open("a") as file:
+            file.write(next(said, good))
+
+    trainer.gather(meanwhile)
+    assert gates == [6] * 4
+    assert not is_open(field.gate)
+    assert trainer.train() == 6
+    trainer.arrived(6)
+    assert [step for step, _ in lines(folder / "steps")] == [6]
+    assert Trainer(field).step == 6
+
+
+def test_a_model_says_which_version_it_is_and_that_it_is_torn() -> None:
+    model = Model(64)
+    assert model.values() == (-1.0, -1.0)
+    model.fill(7)
+    assert model.values() == (7.0, 7.0)
+    next(iter(model.tensors.values())).fill_(8)
+    assert model.values() == (7.0, 8.0)
 
 
 def test_bars() -> None:
