@@ -12,10 +12,10 @@ line for each sample. So a rollout that is killed holds up nobody's samples but 
 
 The trainer opens step s, and each rollout that has weights generates one sample after
 another, until the trainer has its batch and closes the step; a sample that is not ready
-by then is dropped. A sample counts if it was made with the newest version that has
-arrived, or the one before. Then the trainer trains, makes version s (a model whose
-values are all s, so that each sample tells which weights it was made with), and syncs.
-It starts again after its last step, from a file, whichever step the others are at.
+by then is dropped. A sample counts if it was made with the trainer's last version or
+the one before. Then the trainer trains, makes version s (a model whose values are all
+s, so that each sample tells which weights it was made with), and syncs. It starts again
+after its last step, from a file, whichever step the others are at.
 """
 
 from __future__ import annotations
@@ -134,14 +134,12 @@ class Trainer:
     """What a trainer does between two syncs.
 
     :ivar step: the last one whose weights were made.
-    :ivar newest: the last one whose weights have arrived.
     """
 
     def __init__(self, field: Field) -> None:
         self.field = field
         self._saved = field.folder / "checkpoint"
         self.step = int(self._saved.read_text()) if self._saved.exists() else 0
-        self.newest = self.step
         self._steps = field.folder / "steps"
         self._read: dict[Path, int] = {path: path.stat().st_size for path in self._samples()}
         field.close(self.step)
@@ -150,13 +148,13 @@ class Trainer:
         return self.field.folder.glob("samples-*")
 
     def gather(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """A batch for the next step, of the newest version or the one before;
-        ``meanwhile`` is called while it waits."""
+        """A batch for the next step, made with this trainer's last version or the one
+        before; ``meanwhile`` is called while it waits."""
         step, found = self.step + 1, 0
         self.field.open(step)
         while True:
             meanwhile()
-            found += sum(1 for one, version in self._new() if one == step and version >= self.newest - 1)
+            found += sum(1 for one, version in self._new() if one == step and version >= step - 2)
             if found >= self.field.plan["batch"]:
                 break
             time.sleep(LOOK_S)
@@ -183,7 +181,6 @@ class Trainer:
 
     def arrived(self, step: int) -> None:
         """A sync has ended well: the step counts."""
-        self.newest = step
         with self._steps.open("a") as file:
             file.write(json.dumps([step, time.monotonic()]) + "\n")
 
