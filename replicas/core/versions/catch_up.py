@@ -155,7 +155,7 @@ class CatchUp:
         """
         roster = self._context.roster
         due = [s for s in roster.holders.lacking(version) if _served_as(s) == self._whom and now >= s.retry_at]
-        return [s for s in due if (s.slow or now >= s.not_before) and roster.available(s, now)]
+        return [s for s in due if roster.available(s, now)]
 
     def tick(self, now: float) -> None:
         """Check the times of the transfer.
