@@ -239,6 +239,8 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     different ones, as ``committed_at``; None if they serve one, or none.
     ``adopt_together``: as in the config. ``sources``, ``targets``, ``peers``: groups
     that have these roles. ``under_way``: publishes that have not ended.
+    ``archive``: the group that archives its versions, of whose replica ``versions`` has
+    the one that was archived last; "": none.
     ``follow``: as in the config; ``current``: the version that targets load;
     ``versions``: those that are known, the newest first;
     ``canary``: replicas that load the candidate; ``canary_share``: the share of the
@@ -271,6 +273,7 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
     targets: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
     under_way: tuple[PublishStatus, ...] = ()
+    archive: str = ""
     follow: str = "newest"
     current: int = 0
     versions: tuple[VersionStatus, ...] = ()

@@ -8,6 +8,6 @@ read and what is deleted; both are pure. ``writer`` writes the versions of one c
 from replicas.archive.keys import ArchiveKey
 from replicas.archive.plan import Rules
 from replicas.archive.reader import Follower, follow
-from replicas.archive.writer import Version, Writer
+from replicas.archive.writer import Facts, Version, Writer
 
-__all__ = ["ArchiveKey", "Follower", "Rules", "Version", "Writer", "follow"]
+__all__ = ["ArchiveKey", "Facts", "Follower", "Rules", "Version", "Writer", "follow"]

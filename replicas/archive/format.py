@@ -105,7 +105,9 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that entries and ``latest`` share.
 
     ``writer``: host and process that wrote the object. ``at``: when, in seconds since
-    1970.
+    1970; in ``latest`` later than in the object that it replaces. ``shift``: a
+    version's number here, less its number in the run: a run that is started again
+    counts from 1.
     """
 
     format: int
@@ -113,13 +115,20 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     channel: str
     writer: str
     at: float
+    shift: Number = 0
 
 
 class Latest(Origin, frozen=True, kw_only=True, tag_field="object", tag="latest"):
-    """The object ``latest``: which entry is the newest, and its version's digest."""
+    """The object ``latest``: which entry is the newest, and its version's digest.
+
+    :ivar labels: the version of each label, archived or not. :ivar scores: by version
+        number, as text.
+    """
 
     newest: Link
     digest: Digest
+    labels: dict[str, int] = {}
+    scores: dict[str, dict[str, float]] = {}
 
 
 class Entry(Origin, frozen=True, kw_only=True, tag_field="object", tag="entry"):
@@ -189,6 +198,11 @@ def sha256_of(data: bytes | memoryview) -> str:
 def name_of(folder: str, version: int, sha256: str, suffix: str) -> str:
     """Return the name of an object with this content, below the channel's folder."""
     return f"{folder}/{version:08}-{sha256[:16]}.{suffix}"
+
+
+def number_of(name: str) -> int:
+    """Return the version in the name of an object."""
+    return int(name.rpartition("/")[2].partition("-")[0])
 
 
 Signed = TypeVar("Signed", Entry, Latest)

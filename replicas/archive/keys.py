@@ -35,7 +35,8 @@ class ArchiveKey:
     def of_file(cls, path: Path) -> ArchiveKey:
         """Return the key in a file; if there is no such file, make one with a new key.
 
-        Its folder is made, too. Only this user can read them.
+        Its folder is made, too. Only this user can read them. The public key is
+        written beside it, to a file with ``.pub`` behind its name.
 
         :raises replicas.errors.UsageError: it cannot be made or used.
         """
@@ -44,7 +45,9 @@ class ArchiveKey:
                 return cls(private.read(path))
             private.make_folder(path.parent)
             private.replace(path, make_pem(), sync=True)  # a key that is lost ends its archive
-            return cls(private.read(path))
+            key = cls(private.read(path))
+            private.replace(path.with_name(f"{path.name}.pub"), f"{key.public}\n".encode())
+            return key
         except (OSError, ValueError, TypeError) as error:  # TypeError: it has a password
             hint = getattr(error, "hint", "") or "name a PEM file with an Ed25519 key without a password"
             raise errors.UsageError(f"the archive's key {path} cannot be used: {error}", hint=hint) from error

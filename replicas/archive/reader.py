@@ -33,7 +33,7 @@ import numpy as np
 
 from replicas import errors
 from replicas.archive.deltas import apply_delta
-from replicas.archive.format import LATEST, Entry, Latest, Link, Range, sha256_of, unseal
+from replicas.archive.format import ENTRIES, LATEST, Entry, Latest, Link, Range, number_of, sha256_of, unseal
 from replicas.archive.keys import verifier
 from replicas.archive.plan import route_to
 from replicas.archive.store import Archive, Denied, Missing, Store, Tag, Unchanged
@@ -42,6 +42,7 @@ from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.pending import Pending
 from replicas.channel.versions.owner import Owner
 from replicas.channel.versions.update import Update
+from replicas.common.sizes import list_text
 from replicas.core.versions.load_rounds import is_enough
 from replicas.messages import arguments
 from replicas.messages.version_orders import Steered
@@ -50,6 +51,8 @@ from replicas.weights.copies.digest import digest_blocks
 from replicas.weights.memory.arena import Arena, Slot
 
 Bound: TypeAlias = int | tuple[str, float] | None
+Which: TypeAlias = int | str | None
+Limit: TypeAlias = float | None
 PATIENCE_S = 60.0
 """How long faults of the storage are waited out."""
 FIRST_S, LAST_S = 0.1, 2.0
@@ -62,7 +65,8 @@ def follow(
     *,
     key: str | None,
     at_least: Bound = None,
-    timeout: float | None = None,
+    version: Which = None,
+    timeout: Limit = None,
 ) -> Follower:
     """Follow the versions of a channel in an archive, without a coordinator.
 
@@ -78,13 +82,15 @@ def follow(
         whoever can write to the storage, and only detects damage.
     :param at_least: a version number, or ``(key, number)`` of the publisher's ``meta``:
         older versions are waited out.
+    :param version: a number: this version alone; or a label: each version that it is
+        moved to, also an older one.
     :param timeout: seconds to wait for a version; default: no limit. A version that has
         begun to arrive is read to its end.
     :raises replicas.errors.UsageError: an argument is not valid, or obstore is missing.
-        Steps of the iterator raise DeadlineExceeded, ArchiveError, ArchiveTampered, or
-        NoCapacity; the next step goes on.
+        Steps of the iterator raise DeadlineExceeded, ArchiveError, ArchiveTampered,
+        Gone (the archive has no such version), or NoCapacity; the next step goes on.
     """
-    return Follower(archive, channel, key, at_least, timeout)
+    return Follower(archive, channel, key, at_least, version, timeout)
 
 
 class Follower(Iterator[Update], AsyncIterator[Update]):
@@ -97,13 +103,19 @@ class Follower(Iterator[Update], AsyncIterator[Update]):
     """
 
     def __init__(
-        self, archive: Archive, channel: str | None, key: str | None, at_least: Bound, timeout: float | None
+        self, archive: Archive, channel: str | None, key: str | None, at_least: Bound, version: Which, timeout: Limit
     ) -> None:
         """Check the arguments; read nothing."""
         self._channel = channel if channel is None else arguments.name("follow: channel", channel)
         self._verify = None if key is None else verifier(arguments.text("follow: key", key))
         self._bound = arguments.bound("follow: at_least", at_least)
         self._timeout_s = arguments.patience("follow: timeout", timeout)
+        is_label = isinstance(version, str)
+        self._label = arguments.text("follow: version", version) if is_label else ""
+        self._number = 0 if version is None or is_label else arguments.integer("follow: version", version, least=1)
+        if version is not None and at_least is not None:
+            raise errors.UsageError("follow: at_least and version exclude each other", hint="give one of them")
+        self._seen = 0.0
         self._store = Store(archive, channel or "")
         self._arena = Arena(2, name="replicas-archive")
         self._reports = _Reports(self._arena)
@@ -124,6 +136,8 @@ class Follower(Iterator[Update], AsyncIterator[Update]):
     def __next__(self) -> Update:
         """Return the next version; see :func:`follow`."""
         self._reports.end_last()
+        if self._number and self.version:
+            raise StopIteration
         until = time.monotonic() + (math.inf if self._timeout_s is None else self._timeout_s)
         pause_s, faulty_until, fault = FIRST_S, 0.0, ""
         while True:
@@ -137,7 +151,9 @@ class Follower(Iterator[Update], AsyncIterator[Update]):
                     raise
                 fault = f": {error.message}"
             if (left_s := until - time.monotonic()) <= 0:
-                text = f"{self._store.text}: no version after {self.version} came within {self._timeout_s:g} s{fault}"
+                wanted = f"a version after {self.version}" if not self._number else f"version {self._number}"
+                wanted = f'another version of label "{self._label}"' if self._label else wanted
+                text = f"{self._store.text}: {wanted} did not come within {self._timeout_s:g} s{fault}"
                 raise errors.DeadlineExceeded(text, hint="check the URL, see that the writer runs, or wait longer")
             time.sleep(min(pause_s, left_s))
             pause_s = min(LAST_S, 2 * pause_s)
@@ -152,17 +168,38 @@ class Follower(Iterator[Update], AsyncIterator[Update]):
         except (Missing, Unchanged):
             return None
         latest = unseal(data, Latest, self._verify, f"{self._store.text}/{LATEST}")
-        link, self._channel = latest.newest, self._channel or latest.channel
-        if latest.channel != self._channel or (self.version == link.version and self._held != link):
-            raise errors.ArchiveTampered(f"{self._store.text}/{LATEST}: another {link.version} of {latest.channel}")
-        entry = self._entry(link) if link.version > self.version else None  # else the storage shows an old one
-        if entry is None or not is_enough(*self._bound, entry.version, entry.meta):
+        self._channel = self._channel or latest.channel
+        link = self._choose(latest) if latest.at >= self._seen else None  # else the storage shows an old one
+        newest = latest.newest
+        if latest.channel != self._channel or (newest.version == self.version and newest != self._held):
+            raise errors.ArchiveTampered(f"{self._store.text}/{LATEST}: another {newest.version} of {latest.channel}")
+        entry = None if link is None or link.version == self.version else self._entry(link)
+        self._seen = max(latest.at, self._seen)
+        if link is None or entry is None or not is_enough(*self._bound, entry.version, entry.meta):
             self._tag = tag
             return None
         slot = self._fill(entry)
         self._arena.protected = {entry.version}
         self._tag, self._held, self.entry, self.version = tag, link, entry, link.version
         return self._reports.hand_out(slot, entry)
+
+    def _choose(self, latest: Latest) -> Link | None:
+        """Return the link of the version to read, or None if there is none yet.
+
+        :raises replicas.errors.Gone: the archive does not have it.
+        """
+        newest, number = latest.newest, self._number or latest.labels.get(self._label, 0)
+        if not self._label and not self._number:
+            return newest if newest.version > self.version else None
+        if number in (0, self.version) or number > newest.version:
+            return None
+        if number == newest.version:
+            return newest
+        names = {number_of(name): name for name in sorted(self._store.list_names(ENTRIES))}
+        if number not in names:
+            have = list_text([str(one) for one in sorted(names, reverse=True)])
+            raise errors.Gone(f"{self._store.text} has no version {number}; it has {have}", version=number, hint="")
+        return Link(version=number, entry=names[number], sha256=sha256_of(self._store.read(names[number])[0]))
 
     def _entry(self, link: Link) -> Entry:
         """Read an entry, and check that it is the one that was linked."""

@@ -41,6 +41,7 @@ Found = tuple[bytes, Tag]
 
 CALL_S = 30.0
 """Seconds that any call may take, and those without a byte after which it is over."""
+_END_S = 5.0
 LEAST_RATE = 1 << 20
 """Bytes in a second that a call may take beyond that."""
 _SINGLE_NBYTES = 512 << 20
@@ -98,10 +99,11 @@ class Store:
         """Start the thread; send nothing."""
         self._objects, where = _open(archive, make)
         self._folder = f"{folder}/" if folder else ""
-        self.text: str = f"{where.rstrip('/')}/{folder}"
+        self.text: str = f"{where.rstrip('/')}/{folder}".rstrip("/")
         loop = self._loop = asyncio.new_event_loop()
-        threading.Thread(target=_serve, args=(loop,), name="replicas-archive", daemon=True).start()
-        self.close: Callable[[], object] = weakref.finalize(self, loop.call_soon_threadsafe, loop.stop)
+        thread = threading.Thread(target=_serve, args=(loop,), name="replicas-archive", daemon=True)
+        thread.start()
+        self.close: Callable[[], object] = weakref.finalize(self, _end, loop, thread)
 
     def read(
         self, name: str, start: int = 0, nbytes: int = 0, *, unless: Tag | None = None, take: Take = None
@@ -190,6 +192,14 @@ class Store:
             raise kind(f"{self.text}: {what}: {why}", hint=hint) from None  # its own text may have credentials
         finally:
             future.cancel()
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Stop a loop, and wait for its thread: at the end of a process Python may abort if
+    a thread still comes out of obstore."""
+    loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join(_END_S)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

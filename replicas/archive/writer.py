@@ -10,10 +10,11 @@
 of the last version and of the last whole, to compare with. All calls block.
 
 A writer continues the archive that is there, if it is of the same run, channel and key.
-Then the writer before it, if it still lives, is refused at its next version: ``latest``
-is not the object any longer that it knows. If the storage fails without saying whether
-it has written ``latest``, the writer looks. A :class:`Version` that is written again
-gets the same bytes, so it does not matter which attempt succeeded.
+If that run was started again, and counts its versions from 1, they follow the older
+ones with numbers of their own: ``shift`` more than in the run. From then on the writer
+before it, if it still lives, is refused at its next version: ``latest`` is not the
+object any longer that it knows. If the storage fails without saying whether it has
+written ``latest``, the writer looks.
 """
 
 from __future__ import annotations
@@ -54,13 +55,15 @@ from replicas.carry.blocks import combined
 from replicas.channel.versions.update import Update
 from replicas.common.logs import Log
 from replicas.core.base.manifest import Manifest
+from replicas.core.versions.steps import number_in
 from replicas.messages import Meta
 from replicas.messages.bounds import is_name
 from replicas.weights.copies.copy_pool import helpers_for, run_all
 from replicas.weights.copies.digest import digest_blocks
 
 logger = Log("replicas.archive")
-_FACTS = ("version", "content_of", "meta", "step", "labels", "scores")
+_SCORED_MAX = 100
+"""Versions whose scores ``latest`` has, at most: the newest, and those of labels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,26 +83,45 @@ class Version:
     meta: Meta = field(default_factory=dict)
     content_of: int = 0
     step: float | None = None
-    labels: tuple[str, ...] = ()
-    scores: Mapping[str, float] = field(default_factory=dict)
     at: float = field(default_factory=time.time)
 
     @classmethod
-    def of(cls, update: Update, **facts: Any) -> Version:
+    def of(cls, update: Update) -> Version:
         """Copy an open update of a channel, which may end then.
 
-        :param facts: ``step``, ``labels`` and ``scores`` of the version.
+        Its training step is ``meta["step"]``, if that is a number.
+
         :raises replicas.errors.ManifestMismatch: safetensors lacks a dtype of it.
         """
         with Path(update.path_to_copy).open("rb") as file:
             image = memoryview(mmap.mmap(-1, os.fstat(file.fileno()).st_size))
             file.readinto(image)  # a regular file, whose reads are whole
-        return cls(update.version, image, update.manifest, update.digest, update.meta, update.content_of, **facts)
+        meta = update.meta
+        facts = update.version, image, update.manifest, update.digest, meta, update.content_of
+        return cls(*facts, step=number_in(meta, "step"))
 
     @cached_property
     def data(self) -> memoryview:
         """The bytes of the tensors."""
         return self.image[self.manifest.data_offset :]
+
+
+class Facts(NamedTuple):
+    """Labels, scores and leases of a run's versions, which may change later.
+
+    ``labels``: the version of each label. ``scores``: by version. ``held``: versions
+    that leases keep.
+    """
+
+    labels: Mapping[str, int] = {}
+    scores: Mapping[int, Mapping[str, float]] = {}
+    held: Collection[int] = ()
+
+    def shifted(self, shift: int) -> Facts:
+        """Return a copy in which the numbers of versions are higher by ``shift``."""
+        labels = {label: number + shift for label, number in self.labels.items()}
+        scores = {number + shift: found for number, found in self.scores.items()}
+        return Facts(labels, scores, {number + shift for number in self.held})
 
 
 class _Known(NamedTuple):
@@ -141,46 +163,79 @@ class Writer:
         self._data: set[str] = set()
         self._due: Due = {}
         self._latest, self._tag = self._read_latest()
+        self._shift = 0 if self._latest is None else self._latest.shift
+        self._began = False
         logger.info("archive %s: readers' key=%r", self._store.text, key.public)
 
-    def write(self, version: Version, pinned: Collection[int] = ()) -> Link:
+    @property
+    def newest(self) -> int:
+        """The newest version in the archive, as the run numbers it; 0 without any."""
+        return 0 if self._latest is None else self._latest.newest.version - self._shift
+
+    def write(self, version: Version, facts: Facts = Facts()) -> Link:
         """Write a version, and delete what is not kept; return the link of its entry.
 
         The newest version of the archive is not written again.
 
-        :param pinned: versions of labels and leases, which are kept.
-        :raises replicas.errors.StaleVersion: the archive has a newer one, or another
-            one of this number.
+        :param facts: what the run says of its versions. Those of labels and leases are
+            kept.
+        :raises replicas.errors.StaleVersion: this writer has written a newer one, or
+            another one of this number.
         :raises replicas.errors.UsageError: its bytes do not have its digest.
         :raises replicas.errors.Fenced: another writer has taken the archive over.
         :raises replicas.errors.ArchiveError: the storage fails; call it again.
         """
-        blocks, number, latest = digest_blocks(version.data), version.version, self._latest
+        blocks, latest = digest_blocks(version.data), self._latest
         digest, newest = combined(blocks), None if latest is None else latest.newest
         if version.digest not in ("", digest):
-            text = f"version {number} has digest {digest}, not {version.digest}"
+            text = f"version {version.version} has digest {digest}, not {version.digest}"
             raise errors.UsageError(text, hint="give its own image, unchanged")
-        if latest is not None and newest is not None and newest.version >= number:
-            if (newest.version, latest.digest) == (number, digest):
+        began, self._began = self._began, True
+        if latest is not None and newest is not None and self.newest >= version.version:
+            if (self.newest, latest.digest) == (version.version, digest):
                 return newest
-            text = f"version {number} is not newer than version {newest.version} of {self._store.text}"
-            raise errors.StaleVersion(text, hint="archive a run with new numbers to another URL")
+            if began:
+                text = f"version {version.version} is not newer than version {self.newest} of {self._store.text}"
+                raise errors.StaleVersion(text, hint="write versions in their order")
+            self._shift = newest.version  # the run counts from 1 again
+        number, facts = version.version + self._shift, facts.shifted(self._shift)
         known, places = self._write_data(version)
-        shared = {**self._origin, "at": version.at, "digest": digest}
-        facts = {name: getattr(version, name) for name in _FACTS} | places | {"nbytes": version.data.nbytes}
-        facts |= {"blocks": tuple(one.hex() for one in blocks), "tensors": pack_manifest(version.manifest)}
-        entry = Entry(**shared, **facts, before=newest)
+        labels = tuple(label for label, labelled in facts.labels.items() if labelled == number)
+        places |= {"nbytes": version.data.nbytes, "blocks": tuple(one.hex() for one in blocks), "labels": labels}
+        places |= {"tensors": pack_manifest(version.manifest), "scores": dict(facts.scores.get(number, {}))}
+        told: dict[str, Any] = {"content_of": version.content_of and version.content_of + self._shift}
+        told |= {"digest": digest, "step": version.step, "meta": version.meta, "at": version.at, "shift": self._shift}
+        entry = Entry(**self._origin, **places, **told, version=number, before=newest)
         sealed = seal(entry, self._key.sign)
         sha256 = sha256_of(sealed)
         link = Link(version=number, entry=name_of(ENTRIES, number, sha256, "json"), sha256=sha256)
         self._store.put(link.entry, sealed)
-        self._put_latest(Latest(**shared, newest=link))
+        self._put_latest(link, digest, facts)
         self._known = known
         if self._rules.keep:
-            self._delete(link.entry, entry, pinned)
+            self._delete(link.entry, entry, facts)
         return link
 
-    def _write_data(self, version: Version) -> tuple[_Known, dict[str, Range | None]]:
+    def describe(self, facts: Facts) -> None:
+        """Write labels and scores into ``latest``, if they have changed.
+
+        Call it after :meth:`write`, which learns how the run numbers its versions.
+
+        :raises replicas.errors.Fenced, replicas.errors.ArchiveError: as :meth:`write`.
+        """
+        facts = facts.shifted(self._shift)
+        if (latest := self._latest) is not None and self._described(facts) != (latest.labels, latest.scores):
+            self._put_latest(latest.newest, latest.digest, facts)
+
+    def _described(self, facts: Facts) -> tuple[dict[str, int], dict[str, dict[str, float]]]:
+        """Return the labels and scores for ``latest``, earlier scores included."""
+        scores = {} if self._latest is None else dict(self._latest.scores)
+        scores |= {str(number): dict(found) for number, found in facts.scores.items() if found}
+        labelled = {str(number) for number in facts.labels.values()}
+        kept = labelled.union(sorted(scores, key=int)[-_SCORED_MAX:])
+        return dict(facts.labels), {number: found for number, found in scores.items() if number in kept}
+
+    def _write_data(self, version: Version) -> tuple[_Known, dict[str, Any]]:
         """Write the data objects of a version.
 
         :returns: what to compare the next version with; ``whole``, ``from_whole`` and
@@ -206,27 +261,32 @@ class Writer:
     def _put(self, version: Version, suffix: str, *parts: bytes | memoryview) -> list[Range]:
         """Write one data object of all parts; return the range of each."""
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        name = name_of(DATA, version.version, sha256_of(data), suffix)
+        name = name_of(DATA, version.version + self._shift, sha256_of(data), suffix)
         self._store.put(name, data)
         places = zip(accumulate(map(len, parts), initial=0), parts, strict=False)
         return [Range(object=name, start=at, nbytes=len(one), sha256=sha256_of(one)) for at, one in places]
 
-    def _put_latest(self, latest: Latest) -> None:
+    def _put_latest(self, newest: Link, digest: str, facts: Facts) -> None:
         """Write ``latest``, unless another writer has.
 
         :raises replicas.errors.Fenced: another one has.
         """
-        sealed = seal(latest, self._key.sign)
+        (labels, scores), before = self._described(facts), 0.0 if self._latest is None else self._latest.at
+        origin = self._origin | {"at": max(time.time(), before + 0.001), "digest": digest, "shift": self._shift}
+        latest = Latest(**origin, newest=newest, labels=labels, scores=scores)
         try:
-            self._tag = self._store.put(LATEST, sealed, self._tag, new=self._tag is None)
+            self._tag = self._store.put(LATEST, seal(latest, self._key.sign), self._tag, new=self._tag is None)
         except errors.ArchiveError as error:
             found, tag = self._read_latest()
-            if found is None or found.newest != latest.newest:
+            if found is None or found.writer != latest.writer:
                 if found is None or not isinstance(error, Overtaken):
                     raise
                 text = f"{self._store.text} is written by {found.writer}, too: version {found.newest.version}"
                 raise errors.Fenced(text, hint="end one of the two writers") from error
-            self._tag = tag  # it was written, and the answer was lost
+            self._tag = tag  # that of this call, or of an earlier one, whose answer was lost
+            if found != latest:
+                self._latest = found
+                raise
         self._latest = latest
 
     def _read_latest(self) -> tuple[Latest | None, Tag | None]:
@@ -246,7 +306,7 @@ class Writer:
             raise errors.UsageError(f"{text} holds {latest.channel} of run {latest.run}, by {latest.writer}", hint=hint)
         return latest, tag
 
-    def _delete(self, name: str, entry: Entry, pinned: Collection[int]) -> None:
+    def _delete(self, name: str, entry: Entry, facts: Facts) -> None:
         """Delete what is not kept; a failure is logged, and the next call tries again.
 
         The first call lists what there is. So it also finds what killed writers left.
@@ -258,6 +318,7 @@ class Writer:
                 self._data, names = set(self._store.list_names(DATA)), self._store.list_names(ENTRIES)
                 self._entries = {one: unseal(self._store.read(one)[0], Entry, self._verify, one) for one in names}
             self._entries[name], self._data = entry, self._data | entry.objects
+            pinned = {*facts.held, *facts.labels.values()}
             gone, over, self._due = doomed(self._entries, self._data, pinned, self._rules, self._due, entry.at)
             self._store.delete([*sorted(gone), *sorted(over)])
             self._data -= over

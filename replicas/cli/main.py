@@ -24,8 +24,8 @@ from replicas.cli import render
 from replicas.cli.agent_command import agent
 from replicas.cli.base import Command, Json, Screen, app, command, complain, json_text
 from replicas.cli.find_run import RunAddress
+from replicas.cli.following_commands import archive, mirror, relay
 from replicas.cli.look import doctor, events, logs, status
-from replicas.cli.mirror_command import mirror
 from replicas.cli.order_commands import detach, drain, reload, reset_failed, restart, scale, stacks, wait
 from replicas.cli.ray_command import ray
 from replicas.cli.report_command import report
@@ -163,7 +163,8 @@ def _nodes(path: Path, config: Config) -> tuple[NodeStatus, ...] | None:
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (run, check, agent, slurm, ray),
     "Look": (status, top, logs, events, report, stacks, wait, doctor),
-    "Versions": (versions, promote, reject, rollback, hold, release, label, score, get, put, verify, mirror),
+    "Versions": (versions, promote, reject, rollback, hold, release, label, score),
+    "Files and archives": (get, put, verify, mirror, archive, relay),
     "Change": (scale, restart, drain, detach, reset_failed, reload, token),
 }
 """The commands, in the order of ``--help``."""

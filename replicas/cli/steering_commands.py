@@ -87,7 +87,7 @@ def is_served(status: RunStatus, name: str, version: int) -> bool:
     if version in rejected:
         raise SyncError(f"version {version} was rejected: {rejected[version]}", hint="")
     if channel.current >= version:
-        groups = (group for group in status.groups if group.name in channel.targets)
+        groups = (one for one in status.groups if one.name in channel.targets and one.name != channel.archive)
         ready = [one for group in groups for one in group.replicas if one.state == "ready"]
         return bool(ready) and all(one.versions.get(name, 0) >= version for one in ready)
     if channel.committed_version > version:

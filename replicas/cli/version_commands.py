@@ -2,7 +2,8 @@
 
 The member is a replica of its own in an external group. It leaves as soon as it has the
 file of the version, before it copies or compares: a mapping of that file does not
-change when later versions are published, so a slow disk delays no publish.
+change when later versions are published, so a slow disk delays no publish. A channel
+may also be the URL of one in an archive, which is read without a run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -27,10 +28,15 @@ from replicas.config.values import nearest
 from replicas.control.exit_codes import FAILED
 from replicas.errors import Gone, SyncError, UsageError
 
+if TYPE_CHECKING:
+    from replicas.archive import Follower
+
 _DIFFERENCES = 10
 _LOOK_S = 0.05
 
 ChannelName = Annotated[str, typer.Argument(metavar="CHANNEL", help="The name of a channel.")]
+Source = Annotated[str, typer.Argument(metavar="CHANNEL", help="The name of a channel, or its URL in an archive.")]
+Key = Annotated[str, typer.Option("--archive-key", metavar="KEY", help='Public key of an archive, or "any".')]
 Deadline = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="Longest time for the sync.")]
 Group = Annotated[
     str,
@@ -53,7 +59,7 @@ class _Got(NamedTuple):
 @command(failed=FAILED)
 def get(
     *,
-    channel: ChannelName,
+    channel: Source,
     place: Addressed,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write or replace; a link is followed.")
@@ -62,16 +68,18 @@ def get(
     at_least: OrNewer = None,
     deadline: Deadline = 60.0,
     group: Group = "",
+    key: Key = "",
     as_json: Json = False,
 ) -> None:
     """Write the newest version of CHANNEL to a safetensors file.
 
     The file is whole or not there, and its header has the version and the publisher's
-    meta. Joins as a target of an external group, and leaves before it writes.
+    meta. Joins as a target of an external group, and leaves before it writes. From an
+    archive it reads, and joins nothing.
     """
     from replicas.sources.version_file import save  # torch: imported by these commands only
 
-    with _got(place, channel, group, deadline, version, at_least) as got:
+    with _got(place, channel, group, key, deadline, (version, at_least)) as got:
         meta = msgspec.json.encode(got.facts["meta"]).decode()
         said = {name: str(value) for name, value in got.facts.items()} | {"meta": meta}
         save(got.file, output, {f"replicas.{name}": text for name, text in said.items()})
@@ -128,7 +136,7 @@ def put(
 @command(failed=FAILED)
 def verify(
     *,
-    channel: ChannelName,
+    channel: Source,
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="A safetensors file, or a model's folder, to compare with.")
     ] = None,
@@ -137,6 +145,7 @@ def verify(
     at_least: OrNewer = None,
     deadline: Deadline = 60.0,
     group: Group = "",
+    key: Key = "",
     as_json: Json = False,
 ) -> None:
     """Compare the version of CHANNEL on this host with its digest, and with FILE.
@@ -148,7 +157,7 @@ def verify(
     from replicas.sources.version_file import digest
 
     theirs = None if file is None else checkpoint(file)
-    with _got(place, channel, group, deadline, version, at_least) as got, patience(f"comparing {got.text}"):
+    with _got(place, channel, group, key, deadline, (version, at_least)) as got, patience(f"comparing {got.text}"):
         found, wanted = digest(got.file), got.facts["digest"]
         wrong = [f"digest: {found} here, {wanted} published"] if wanted and found != wanted else []
         if theirs is not None:
@@ -164,20 +173,47 @@ def verify(
 
 @contextlib.contextmanager
 def _got(
-    place: RunAddress, channel: str, group: str, deadline_s: float, version: int | None, at_least: int | None
+    place: RunAddress, channel: str, group: str, key: str, deadline_s: float, which: tuple[int | None, int | None]
 ) -> Iterator[_Got]:
     """Context manager: bring a version of the channel here; yield its file and facts.
 
     Joins the channel as a target, receives the newest version or the one asked for, and
-    leaves before the block, at whose end the version's file is closed.
+    leaves before the block, at whose end the version's file is closed. From an archive
+    it reads the version, and joins nothing.
 
     :param group: external group to join in; empty: one is chosen.
+    :param key: public key of an archive's writer.
     :param deadline_s: longest time of the join, and of the receive, in seconds.
-    :param version: exactly this one, or SyncError.
-    :param at_least: wait for this one or a newer one.
+    :param which: exactly this version, or SyncError; or at least this one, which is
+        waited for.
     """
-    if version is not None and at_least is not None:
+    version, at_least = which
+    if None not in which:
         raise UsageError("give --version or --at-least, not both")
+    if "://" in channel:
+        with (
+            following(channel, key, version=version, at_least=at_least, timeout=deadline_s) as archive,
+            patience(f"waiting for a version of {channel}"),
+            next(archive) as update,
+        ):
+            file = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC)
+    else:
+        file, update = _received(place, channel, group, deadline_s, version, at_least)
+    try:
+        facts = {"channel": channel, "version": update.version, "digest": update.digest, "meta": update.meta}
+        size = size_text(os.fstat(file).st_size)
+        yield _Got(file, facts, f"{channel}: version {update.version}, {size}, digest {update.digest or 'unknown'}")
+    finally:
+        os.close(file)
+
+
+def _received(
+    place: RunAddress, channel: str, group: str, deadline_s: float, version: int | None, at_least: int | None
+) -> tuple[int, replicas.Update]:
+    """Join the channel, receive a version, and leave; return its file, and its update.
+
+    The caller closes the file. The update has ended.
+    """
     found = [one for one in place.status().channels if one.name == channel]
     others = {known.number for one in found for known in one.versions if known.held and known.number != one.current}
     with (
@@ -190,12 +226,22 @@ def _got(
             update = _kept(joined, version, deadline_s)
         with update:
             file = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        facts = {"channel": channel, "version": update.version, "digest": update.digest, "meta": update.meta}
-        size = size_text(os.fstat(file).st_size)
-        yield _Got(file, facts, f"{channel}: version {update.version}, {size}, digest {update.digest or 'unknown'}")
-    finally:
-        os.close(file)
+    return file, update
+
+
+@contextlib.contextmanager
+def following(url: str, key: str, **options: Any) -> Iterator[Follower]:
+    """Context manager: yield the follower of a channel in an archive, and close it.
+
+    :param url: of the channel's folder. :param key: public key of its writer; "any".
+    :param options: of :func:`replicas.follow`.
+    :raises UsageError: there is no key.
+    """
+    if not key:
+        hint = 'the writer logs it, and keeps it beside its private key, in FILE.pub; "any" trusts whoever can write'
+        raise UsageError(f"--archive-key is missing, which {url} is checked with", hint=hint)
+    with contextlib.closing(replicas.follow(url, key=None if key == "any" else key, **options)) as found:
+        yield found
 
 
 def _kept(joined: replicas.Channel, version: int, deadline_s: float) -> replicas.Update:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from replicas.config.structs import ChannelConfig, Config
-from replicas.config.values import Place
+from msgspec import UNSET
+
+from replicas.config import tables as config_tables
+from replicas.config.archive import ArchiveSource
+from replicas.config.structs import ChannelConfig, ChannelRole, Config
+from replicas.config.values import NAMED_MAX, Place, show
 
 _FEWEST_SLOTS = 2
 _PROMOTED_SLOTS = 3
@@ -16,6 +21,8 @@ def check(place: Place, channel: ChannelConfig) -> None:
     channel that does not fit its other keys. Raise nothing."""
     roles(place, channel)
     steering(place, channel)
+    if channel.archive is not None and channel.staging == "device":
+        place.at("archive").problem('copies versions from host memory; remove it, or staging = "device"')
     if channel.encrypt:
         encryption(place.at("encrypt"), channel)
     if channel.adopt_together:
@@ -118,3 +125,30 @@ def device_staging(place: Place, channel: ChannelConfig, config: Config) -> None
             place.problem(
                 f'slots on GPUs, but group "{group.name}" sees none; set its resources.gpus, or staging = "host"'
             )
+
+
+def parties(place: Place, value: object, default: Any, allowed: tuple[str, ...]) -> tuple[ChannelRole, ...]:
+    """Return the groups of one role of a channel; add their problems to ``place``.
+    ``default``: ranks of a group without any; ``allowed``: values of ``ranks``."""
+    if not isinstance(value, list | tuple):
+        place.problem(f"expected a list of group names, got {show(value)}")
+        return ()
+    if len(value) > NAMED_MAX:
+        place.problem(f"expected at most {NAMED_MAX} group names, got {len(value):,}")
+        return ()
+    parties: list[ChannelRole] = []
+    for item in value:
+        table = {"ranks": default, **item} if isinstance(item, Mapping) else item
+        if isinstance(item, Mapping) and "archive" in item:  # it could not be read before
+            config_tables.read(place, item, ArchiveSource)
+            continue
+        party = ChannelRole(item, default) if isinstance(item, str) else config_tables.read(place, table, ChannelRole)
+        if party is UNSET:
+            continue
+        if any(party.group == other.group for other in parties):
+            place.problem(f'group "{party.group}" is listed twice')
+        if party.ranks not in allowed:
+            listed = " or ".join(f'"{word}"' for word in allowed)
+            place.problem(f'ranks of group "{party.group}": expected {listed}, got "{party.ranks}"')
+        parties.append(party)
+    return tuple(parties)

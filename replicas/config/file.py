@@ -21,9 +21,9 @@ from replicas.common.foreign import visible
 from replicas.config import channel_checks
 from replicas.config import tables as config_tables
 from replicas.config import text as config_text
+from replicas.config.archive import with_groups
 from replicas.config.structs import (
     ChannelConfig,
-    ChannelRole,
     Config,
     ControlConfig,
     GroupConfig,
@@ -32,7 +32,7 @@ from replicas.config.structs import (
     RunConfig,
 )
 from replicas.config.tables import in_order_of
-from replicas.config.values import NAMED_MAX, Place, nearest, no_text, show
+from replicas.config.values import Place, nearest, no_text
 from replicas.errors import BadConfig, UsageError
 from replicas.messages.bounds import CONTROL_PORT, RANKS_MAX, encodable, shown
 
@@ -140,9 +140,10 @@ def _as_table(channel: ChannelConfig) -> Mapping[str, Any]:
     table = {name: getattr(channel, name) for name in channel.__struct_fields__ if name not in ("name", "deadline_s")}
     for role in ("sources", "targets", "peers"):
         table[role] = [{"group": party.group, "ranks": party.ranks} for party in table[role]]
-    if (canary := table.pop("canary")) is not None:
-        keys = {name: value for name, value in asdict(canary).items() if value not in (None, "")}
-        table["canary"] = {name.removesuffix("_s"): value for name, value in keys.items()}
+    for name in ("canary", "archive"):
+        if (inner := table.pop(name)) is not None:
+            keys = {key: value for key, value in asdict(inner).items() if value not in (None, "")}
+            table[name] = {key.removesuffix("_s"): value for key, value in keys.items()}
     return table | {"deadline": channel.deadline_s}
 
 
@@ -159,12 +160,17 @@ def _parse(
         raise BadConfig([config_text.TOO_DEEP], source=source)
     if odd := [one for one in {place.base, place.home or place.base} if not encodable(str(one))]:
         raise BadConfig([no_text(one) for one in odd], source=source)
-    config = config_tables.read(place, mapping, Config, _BUILDS)
+    whole, made = mapping, frozenset[str]()
+    run = config_tables.read(Place(place.base, home=place.home), mapping.get("run"), RunConfig, _BUILDS)
+    if run is not UNSET:
+        whole, made = with_groups(place, mapping, run.state_dir)
+    config = config_tables.read(place, whole, Config, _BUILDS)
     if config is not UNSET:
-        _cross_check(place, config, mapping)
+        _cross_check(place, config, whole)
     if place.problems or config is UNSET:
         raise BadConfig(in_order_of(mapping, place.problems, lines), source=source)
-    checked: Config = replace(config, groups=_with_on_failure(config, mapping), source=path)
+    groups = {name: replace(group, added=name in made) for name, group in _with_on_failure(config, whole).items()}
+    checked: Config = replace(config, groups=groups, source=path)
     return checked
 
 
@@ -319,36 +325,12 @@ def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
         ("targets", "all", ("leader", "all")),
         ("peers", ranks or "leader", ("leader", "each", "all")),
     ):
-        fields[role] = _parties(place.at(role), fields.get(role, ()), default, allowed)
+        fields[role] = channel_checks.parties(place.at(role), fields.get(role, ()), default, allowed)
     if ranks is not None and not fields["peers"]:
         place.at("ranks").problem('is for channels with peers; write sources = [{ group = "...", ranks = "all" }]')
     channel = ChannelConfig(**fields, name=place.path[-1])
     channel_checks.check(place, channel)
     return channel
-
-
-def _parties(place: Place, value: object, default: Any, allowed: tuple[str, ...]) -> tuple[ChannelRole, ...]:
-    """Return the groups of one role of a channel; add their problems to ``place``.
-    ``default``: ranks of a group without any; ``allowed``: values of ``ranks``."""
-    if not isinstance(value, list | tuple):
-        place.problem(f"expected a list of group names, got {show(value)}")
-        return ()
-    if len(value) > NAMED_MAX:
-        place.problem(f"expected at most {NAMED_MAX} group names, got {len(value):,}")
-        return ()
-    parties: list[ChannelRole] = []
-    for item in value:
-        table = {"ranks": default, **item} if isinstance(item, Mapping) else item
-        party = ChannelRole(item, default) if isinstance(item, str) else config_tables.read(place, table, ChannelRole)
-        if party is UNSET:
-            continue
-        if any(party.group == other.group for other in parties):
-            place.problem(f'group "{party.group}" is listed twice')
-        if party.ranks not in allowed:
-            listed = " or ".join(f'"{word}"' for word in allowed)
-            place.problem(f'ranks of group "{party.group}": expected {listed}, got "{party.ranks}"')
-        parties.append(party)
-    return tuple(parties)
 
 
 _BUILDS: config_tables.Builds = {

@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from replicas.config import values as forms
+from replicas.config.archive import ArchiveConfig
 from replicas.config.canary import CanaryConfig
 from replicas.config.dependency import Dependency, dependencies
 from replicas.config.job import SlurmConfig
@@ -236,9 +237,11 @@ class PlacementConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A group; ``env`` includes the variables of ``env_file``."""
+    """A group; ``env`` includes the variables of ``env_file``. ``added``: by a key of a
+    channel; then no run waits for its end."""
 
     name: str
+    added: bool = False
     replicas: Annotated[int, forms.whole(1, REPLICAS_MAX)] = 1
     """Number of replicas of the group."""
     nproc_per_node: _Count = 1
@@ -401,6 +404,8 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
     canary: CanaryConfig | None = None
     """The replicas that load a candidate first, with follow = "promoted"."""
+    archive: ArchiveConfig | None = None
+    """Object storage for the versions, for readers that can dial nobody."""
     encrypt: Annotated[bool, forms.flag] = False
     """Weights are sent between hosts by TLS 1.3, never over a process group; within a
     host other users cannot read them. Set it when others can listen on the network.

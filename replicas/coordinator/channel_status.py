@@ -140,6 +140,7 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         targets=tuple(one.group for one in channel.config.targets),
         peers=tuple(one.group for one in channel.config.peers),
         under_way=tuple(_under_way(channel, publish, now) for publish in commits.publishes.without_verdict()),
+        archive="" if channel.config.archive is None else f"{channel.config.name}-archive",
         follow=channel.config.follow,
         current=told.ledger.current(),
         versions=tuple(_versions(channel)),

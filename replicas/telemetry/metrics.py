@@ -17,7 +17,6 @@ them at 0: Prometheus sees an increase only of a series that existed before.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import platform
 from collections import Counter
@@ -39,6 +38,7 @@ from replicas.core.lives.lifecycle import RestartReason
 from replicas.core.lives.ordering import is_good, needed_replicas
 from replicas.messages.carried import OperationKind
 from replicas.status import PHASES, ChannelStatus, GroupStatus, NodeStatus, ReplicaState, ReplicaStatus, RunStatus
+from replicas.telemetry.scrape_format import prefers_openmetrics
 from replicas.telemetry.tally import START_BUCKETS, SYNC_BUCKETS, Histogram, Tally
 
 Key = tuple[str, ...]
@@ -135,6 +135,16 @@ _WEIGHTS = (
         lambda pair: pair[0].lag_s.get(pair[1].name),
     ),
     _Row(
+        "archive_lag_versions",
+        "How many versions the archive of the channel, which the replica writes, is behind the committed ones.",
+        lambda pair: _behind(*pair) if pair[1].archive == pair[0].group else None,
+    ),
+    _Row(
+        "archive_lag_seconds",
+        "Seconds for which a newer version than the archived one has been committed; 0: there is none.",
+        lambda pair: pair[0].lag_s.get(pair[1].name) if pair[1].archive == pair[0].group else None,
+    ),
+    _Row(
         "update_open_seconds",
         "Seconds for which the replica has had an update open, which keeps a slot; 0: it has none.",
         lambda pair: pair[0].open_s.get(pair[1].name, 0.0) if pair[1].name in pair[0].versions else None,
@@ -196,22 +206,6 @@ def _behind(replica: ReplicaStatus, channel: ChannelStatus) -> int | None:
     return None if loaded is None else max(0, channel.current - loaded)
 
 
-def _prefers_openmetrics(accept: str) -> bool:
-    """Return True if an Accept header prefers OpenMetrics 1.0.0 to plain text.
-
-    The function of prometheus-client echoes any version, and ignores ``q=0``.
-    """
-    weights = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
-    for one in accept.lower().split(","):
-        kind, *given = (part.strip() for part in one.split(";"))
-        options = dict(part.partition("=")[::2] for part in given)
-        if kind == "text/plain" or (kind in weights and options.get("version", "1.0.0").strip('"') == "1.0.0"):
-            with contextlib.suppress(ValueError):
-                weights[kind] = max(weights[kind], float(options.get("q", "1")))
-    wanted, plain = weights.values()
-    return wanted > 0 and wanted >= plain
-
-
 class Metrics(Collector):
     """The metrics of one run, from its status and counters at each scrape."""
 
@@ -240,7 +234,7 @@ class Metrics(Collector):
         :param accept: the Accept header of a scrape, which may ask for OpenMetrics.
             Default: Prometheus' text format, version 0.0.4.
         """
-        if _prefers_openmetrics(accept):
+        if prefers_openmetrics(accept):
             return openmetrics.generate_latest(self._registry), openmetrics.CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]  # of 0.26
         return generate_latest(self._registry), "text/plain; version=0.0.4; charset=utf-8"
 

@@ -264,11 +264,12 @@ class Tally(msgspec.Struct):
         """
         promoted = {channel.name for channel in status.channels if channel.follow == "promoted"}
         due = self.commits | {name: self.promotions.get(name, []) for name in promoted}
+        archived = {channel.archive: channel.name for channel in status.channels if channel.archive}
         groups = (
             replace(
                 group,
                 restarts=dict(self.restarts.get(group.name, {})),
-                replicas=tuple(self._replica(one, due, now) for one in group.replicas),
+                replicas=tuple(self._replica(one, due, now, archived.get(group.name)) for one in group.replicas),
             )
             for group in status.groups
         )
@@ -300,13 +301,17 @@ class Tally(msgspec.Struct):
             mixed_since=self.mixed.get(name),
         )
 
-    def _replica(self, status: ReplicaStatus, due: Times, now: float) -> ReplicaStatus:
+    def _replica(self, status: ReplicaStatus, due: Times, now: float, archived: str | None) -> ReplicaStatus:
         """Return a copy of a replica's status with received bytes and lags.
 
         :param due: (version, time) pairs of each channel: since when targets should
             have loaded that version.
         :param now: the present time; all times are in seconds since 1970.
+        :param archived: the channel whose versions it archives: the last of these, not
+            the one that was copied out of its slot, is what it has loaded.
         """
+        if archived is not None:
+            status = replace(status, versions={**status.versions, archived: status.step or 0})
         received = {name: counts[status.name] for name, counts in self.received.items() if status.name in counts}
         lag_s = {name: _lag_s(due.get(name, ()), version, now) for name, version in status.versions.items()}
         lag_s = {name: min(seconds, status.lived_s) for name, seconds in lag_s.items()}  # no lag before it lived

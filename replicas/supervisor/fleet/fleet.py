@@ -183,7 +183,7 @@ class Fleet:
             return
         failures = [text for one in self.groups.values() if (text := one.failure(least_left(config, one.config)))]
         named = [name for name in config.run.stop_when if name in self.groups]
-        ours = [name for name, group in self.groups.items() if not group.config.external]
+        ours = [name for name, group in self.groups.items() if not (group.config.external or group.config.added)]
         wanted = named or [name for name in ours if self.groups[name].size]  # a group scaled to 0 has not finished
         if failures:
             self._finish(FAILED, failures[0])

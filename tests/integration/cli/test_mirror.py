@@ -1,7 +1,7 @@
 """``replicas mirror`` against a living run: versions become folders, whatever ends the
 command.
 
-Covers: cli/mirror_command.py.
+Covers: cli/following_commands.py.
 """
 
 from __future__ import annotations

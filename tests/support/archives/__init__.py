@@ -112,9 +112,14 @@ def writer(bucket: Bucket, rules: Rules = Rules(), *, run: str = "grpo", key: Ar
 
 @contextmanager
 def reader(
-    bucket: Bucket, *, timeout: float = 5.0, key: str | None = KEY.public, at_least: Any = None
+    bucket: Bucket,
+    *,
+    timeout: float = 5.0,
+    key: str | None = KEY.public,
+    at_least: Any = None,
+    version: int | str | None = None,
 ) -> Iterator[Follower]:
-    found = Follower(bucket.objects, CHANNEL, key, at_least, timeout)
+    found = Follower(bucket.objects, CHANNEL, key, at_least, version, timeout)
     bucket.watch(found._store)
     try:
         yield found

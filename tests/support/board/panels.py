@@ -144,6 +144,18 @@ def _weights() -> list[Panel]:
             limit=600,
         ),
         lines(
+            "Archive behind, in versions",
+            "Committed versions that the archive of a channel lacks.",
+            Query(f"replicas_archive_lag_versions{{{BOTH}}}", "{{group}}/{{replica}} {{channel}}"),
+        ),
+        lines(
+            "Archive behind, in seconds",
+            "For how long a newer version than the archived one has been committed. Alert: ReplicasArchiveBehind.",
+            Query(f"replicas_archive_lag_seconds{{{BOTH}}}", "{{group}}/{{replica}} {{channel}}"),
+            unit="s",
+            limit=600,
+        ),
+        lines(
             "Versions served at once",
             "Different versions that ready replicas serve; 1: all the same. With adopt_together more than 1 is a "
             "fault. Alert: ReplicasVersionsMixed.",

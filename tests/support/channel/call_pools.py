@@ -259,6 +259,7 @@ POOLS: dict[str, dict[str, Pool]] = {
         "channel": ["policy", "..", ""],
         "key": [None, "ed25519:", f"ed25519:{'0' * 64}"],
         "at_least": [1, ("step", 3)],
+        "version": [1, "current", ""],
         "timeout": [0.1],
     },
     "Channel.fence": {"stream": []},

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas import errors
-from replicas.archive import ArchiveKey, Rules, Writer
+from replicas.archive import ArchiveKey, Facts, Rules, Writer
 from replicas.archive.format import Entry, unseal
 from replicas.archive.keys import make_pem, verifier
 from tests.support.archives import KEY, Bucket, Killed, Words, bytes_of, changed, manifest_of, reader, version, writer
@@ -65,7 +65,7 @@ def test_readers_get_the_exact_bytes_and_need_two_objects(steps: list[Step], kee
             words = next_words(words, WORDS, change, number)
             bucket.put_limit = killed_after
             try:
-                now.write(version(number, words, at=float(number)), pinned={2})
+                now.write(version(number, words, at=float(number)), Facts(held={2}))
             except Killed:
                 bucket.put_limit = None
                 now = writer(bucket, rules)  # it starts again, with nothing in memory
@@ -120,7 +120,7 @@ def test_a_version_that_is_there_is_not_written_again() -> None:
     bucket.calls.clear()
     assert again.write(version(1, WORDS)) == link
     assert bucket.calls["put"] == 0
-    with pytest.raises(errors.StaleVersion, match=r"version 1 is not newer than version 1 of .*to another URL"):
+    with pytest.raises(errors.StaleVersion, match=r"version 1 is not newer than version 1 of .*in their order"):
         again.write(version(1, changed(WORDS, 1)))
 
 
@@ -199,15 +199,15 @@ def test_data_outlives_its_entry_and_labels_keep_both() -> None:
     now = writer(bucket, Rules(keep=2, chain=3, grace_s=10.0))
     for number in range(1, 8):
         words = changed(words, number)
-        now.write(version(number, words, at=float(number)), pinned={2})
+        now.write(version(number, words, at=float(number)), Facts(held={2}))
     kept = [int(name.partition("-")[0].rpartition("/")[2]) for name in bucket.names("policy/entries")]
     assert kept == [2, 6, 7]
     assert len(bucket.names("policy/data")) == 9, "4 and 7 are wholes, and have a step beside"
     for number, at in ((8, 30.0), (9, 39.0), (9, 39.0)):
-        now.write(version(number, words, at=at), pinned={2})
+        now.write(version(number, words, at=at), Facts(held={2}))
         data = [int(name.partition("-")[0].rpartition("/")[2]) for name in bucket.names("policy/data")]
         assert set(data) == {1, 2, 4, 6, 7, 8, 9} - ({9} if number == 8 else set()), "6 was needed until 30"
-    now.write(version(10, words, at=49.0), pinned={2})
+    now.write(version(10, words, at=49.0), Facts(held={2}))
     data = [int(name.partition("-")[0].rpartition("/")[2]) for name in bucket.names("policy/data")]
     assert data == [1, 2, 7, 8, 9, 10, 10], "2 is made of 1, and 9 of the whole 7; 8 was needed until 49"
 

@@ -19,7 +19,7 @@ import torch
 
 import replicas
 from replicas import errors
-from replicas.archive import ArchiveKey, Follower, Rules, Version
+from replicas.archive import ArchiveKey, Facts, Follower, Rules, Version
 from replicas.archive import reader as reading
 from replicas.archive.keys import make_pem
 from replicas.testing import FakeRun
@@ -139,7 +139,7 @@ def test_an_old_version_has_the_content_of_another() -> None:
     bucket = Bucket()
     now = writer(bucket)
     now.write(version(1, WORDS))
-    now.write(version(2, WORDS, content_of=1, labels=("current",), scores={"reward": 0.5}))
+    now.write(version(2, WORDS, content_of=1), Facts({"current": 2}, {2: {"reward": 0.5}}))
     with reader(bucket) as follower, next(follower) as update:
         assert update.content_of == 1
         assert follower.entry is not None
@@ -183,7 +183,7 @@ def test_a_wait_ends_by_its_deadline_with_the_reason() -> None:
     with reader(bucket, timeout=0.2) as follower:
         began = time.monotonic()
         with pytest.raises(
-            errors.DeadlineExceeded, match=r"policy: no version after 0 came within 0\.2 s .check the URL"
+            errors.DeadlineExceeded, match=r"policy: a version after 0 did not come within 0\.2 s .check the URL"
         ):
             next(follower)
         assert 0.2 <= time.monotonic() - began < 5
@@ -362,7 +362,7 @@ def test_another_version_of_the_same_number_is_refused() -> None:
 def test_another_channels_latest_is_refused() -> None:
     bucket, _ = filled(1)
     bucket.objects.put("other/latest", bucket.content("latest"))
-    follower = Follower(bucket.objects, "other", KEY.public, None, 0.0)
+    follower = Follower(bucket.objects, "other", KEY.public, None, None, 0.0)
     with pytest.raises(errors.ArchiveTampered, match="another 1 of policy"):
         next(follower)
 
@@ -397,9 +397,9 @@ def test_what_a_channel_commits_is_what_a_reader_gets(run: FakeRun) -> None:
             weights["b"] += 1
             pending = source.publish(weights, meta={"step": number})
             with target.receive().wait(20) as update:
-                found = Version.of(update, step=float(number), labels=("current",))
+                found = Version.of(update)
             receipt = pending.wait(20)
-            now.write(found)
+            now.write(found, Facts({"current": number}))
             with next(follower) as archived:
                 assert (archived.version, archived.digest, archived.meta) == (number, receipt.digest, {"step": number})
                 assert archived.manifest == update.manifest

@@ -72,5 +72,6 @@ def test_the_keys_that_a_config_can_have() -> None:
         "groups.NAME.resources",
         "groups.NAME.placement",
         "channels.NAME",
+        "channels.NAME.archive",
         "channels.NAME.canary",
     }

@@ -1,7 +1,7 @@
 """The metrics: names and labels of the contract, values of the status, and nothing left
 of what is gone.
 
-Covers: telemetry/metrics.py, telemetry/tally.py.
+Covers: telemetry/metrics.py, telemetry/scrape_format.py, telemetry/tally.py.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def test_one_that_flaps_is_admitted_later_each_time_and_disturbs_nobody() -> Non
 
 
 def test_one_that_flaps_gets_the_newest_version_at_once() -> None:
-    """On a host that has it: killed for the seventh time, it is ready as soon as after the first."""
+    """On a host that has it: after the seventh kill as after the first."""
     world, trainer, _ = lane_world(count=2)
     number = publish(world, trainer)
     for _ in range(7):
