@@ -44,7 +44,7 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-cluster test slice test-all test-turn test-lowest test-versions unit integration properties chaos \
+.PHONY: help demo demo-cluster demo-archive test slice test-all test-turn test-lowest test-versions unit integration properties chaos \
 	chaos-links chaos-nodes chaos-tree scene coverage gpu gpu-wheels environments test-engines field demo-llm check format \
 	bench test-browser screenshots bench-engines bench-peers diagrams docs-reference clean board dist docs engine-campaign
 
@@ -82,6 +82,9 @@ demo: $(VENV)/.demo ## run a small RLHF loop: one trainer, two rollout replicas,
 
 demo-cluster: $(VENV)/.demo ## three machines (namespaces, as root), a killed supervisor, a machine that is switched off: a minute
 	@$(BIN)/python examples/cluster/cluster_demo.py $(ARGS)
+
+demo-archive: $(VENV)/.demo ## train at one site, evaluate at another, an archive between them whose writer is killed: twenty seconds
+	@$(BIN)/python examples/two_sites/sites_demo.py $(ARGS)
 
 test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and some rounds of chaos: some 8 minutes
 	@$(MAKE) --no-print-directory unit

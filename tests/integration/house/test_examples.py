@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from replicas.telemetry import event_log, spans
+from tests.support.house.pages import files
 from tests.support.root import ROOT
 from tests.support.runs import MARK, processes_marked, shared_memory
 from tests.support.waits import eventually
@@ -159,6 +160,20 @@ def test_the_cluster_outlives_its_supervisor_and_a_machine(tmp_path: Path) -> No
     assert re.search(r"rollout/[01] runs on (left|right) .* generation 2, with version \d+", done.stdout), done.stdout
     eventually(lambda: not processes_marked(mark), "the end of its processes", timeout_s=10)
     assert shared_memory() <= before
+
+
+@pytest.mark.timeout(200)
+def test_two_sites_share_an_archive(tmp_path: Path) -> None:
+    """With the configs of the page, which are those of the example."""
+    page = files((ROOT / "docs/howto/two-data-centres.md").read_text())
+    assert page == {name: (EXAMPLES / "two_sites" / name).read_text() for name in ("a.toml", "b.toml")}
+    mark = secrets.token_hex(8)
+    demo = str(EXAMPLES / "two_sites" / "sites_demo.py")
+    done = _run(demo, "--out", str(tmp_path / "out"), cwd=tmp_path, limit_s=190, mark=mark)
+    logs = "\n".join(path.read_text() for path in (tmp_path / "out").glob("*/supervisor.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert "each bit for bit what was published" in done.stdout
+    eventually(lambda: not processes_marked(mark), "the end of its processes", timeout_s=10)
 
 
 def test_the_demo_gives_up_only_without_progress_and_says_so(tmp_path: Path) -> None:

@@ -17,8 +17,10 @@ import pytest
 import torch
 
 import replicas
+from replicas.archive import ArchiveKey, Version, Writer
 from replicas.config.file import parse
 from replicas.config.structs import Config
+from replicas.core.base.manifest import Manifest, TensorSpec
 from replicas.core.lives.placement import Offer, Share, place
 from replicas.core.members.preflight import sends_by_group
 from replicas.engine import Engine, PauseMode
@@ -190,8 +192,9 @@ def test_a_gpu_loop_publishes_the_weights_of_each_step(run: FakeRun) -> None:
 
 
 def config_on(page: str) -> Config:
-    """The config on a page."""
-    (text,) = [one.text for one in blocks((ROOT / "docs" / "howto" / page).read_text()) if "[run]" in one.text]
+    """The config on a page that no file has."""
+    found = blocks((ROOT / "docs" / "howto" / page).read_text())
+    (text,) = [one.text for one in found if "[run]" in one.text and not one.name]
     with tempfile.TemporaryDirectory() as folder:
         for program in re.findall(r'command = \["(\w+\.py)"', text):
             (Path(folder) / program).touch()
@@ -226,6 +229,28 @@ def test_rollouts_at_two_sites() -> None:
     assert not sends_by_group(config.channels["policy"]), "hosts pull, each from one that has the version"
     far = config.groups["rollout-b"]
     assert far.health.heartbeat_timeout_s >= lease_of(config) == 60.0, "the link may be interrupted for as long"
+
+
+def test_an_evaluation_that_reads_an_archive(tmp_path: Path) -> None:
+    key, url = ArchiveKey.of_file(tmp_path / "archive.pem"), f"file://{tmp_path}/archive"
+    writer, model = Writer(url, "policy", run="grpo", key=key), torch.nn.Linear(1, 1, bias=False)
+    logged: list[tuple[dict[str, float], int]] = []
+
+    def write(step: int) -> None:
+        manifest = Manifest((TensorSpec("weight", "float32", (1, 1)),))
+        image = memoryview(manifest.header + torch.tensor([float(step)]).numpy().tobytes())
+        writer.write(Version(step, image, manifest, meta={"step": step}))
+
+    def log(found: dict[str, float], step: int) -> None:
+        logged.append((found, step))
+        if step == 3:
+            raise KeyboardInterrupt
+        write(step + 1)
+
+    write(1)
+    with pytest.raises(KeyboardInterrupt):
+        code("two-data-centres.md").evaluate(url, key.public, model, lambda model: model.weight.item(), log)
+    assert logged == [({"eval": float(step)}, step) for step in (1, 2, 3)]
 
 
 def test_a_trainer_that_publishes_each_step(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
