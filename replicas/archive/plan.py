@@ -89,14 +89,17 @@ def doomed(
 ) -> tuple[set[str], set[str], Due]:
     """Return (entries to delete, data objects to delete, ``due`` for the next call).
 
-    :param entries: all entries, by name; the one of the newest version among them.
+    :param entries: all entries, by name; that of the newest version is the last one.
+        Those that no other one links to were deleted before as their successors were,
+        or are of killed writers, which ``latest`` never named: they do not count.
     :param data: names of all data objects.
     :param pinned: versions of labels and leases.
     :param due: after a restart of the writer {}: then data stays for longer.
     :param now: seconds, of the clock of the last call.
     """
-    newest = sorted(entries, key=lambda name: entries[name].version, reverse=True)
-    kept = {*newest[: rules.keep or None], *(name for name in newest if entries[name].version in pinned)}
+    linked = {one.before.entry for one in entries.values() if one.before is not None} | {*list(entries)[-1:]}
+    newest = sorted(entries.keys() & linked, key=lambda name: entries[name].version, reverse=True)
+    kept = {*newest[: rules.keep or None], *(name for name in entries if entries[name].version in pinned)}
     unneeded = set(data).difference(*(entries[name].objects for name in kept))
     due = {name: due.get(name, now + rules.grace_s) for name in unneeded}
     return entries.keys() - kept, {name for name, until in due.items() if until <= now}, due

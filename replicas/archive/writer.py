@@ -43,6 +43,7 @@ from replicas.archive.format import (
     Link,
     Range,
     name_of,
+    number_of,
     pack_manifest,
     seal,
     sha256_of,
@@ -197,7 +198,8 @@ class Writer:
             if began:
                 text = f"version {version.version} is not newer than version {self.newest} of {self._store.text}"
                 raise errors.StaleVersion(text, hint="write versions in their order")
-            self._shift = newest.version  # the run counts from 1 again
+            # The run counts from 1 again. Entries of killed writers, which `latest` never named, keep their numbers.
+            self._shift = max([newest.version, *map(number_of, self._store.list_names(ENTRIES))])
         number, facts = version.version + self._shift, facts.shifted(self._shift)
         known, places = self._write_data(version)
         labels = tuple(label for label, labelled in facts.labels.items() if labelled == number)
@@ -316,7 +318,10 @@ class Writer:
         try:
             if self._entries is None:
                 self._data, names = set(self._store.list_names(DATA)), self._store.list_names(ENTRIES)
+                if entry.before is not None and entry.before.entry not in names:  # their data would be deleted
+                    raise errors.ArchiveError(f"{ENTRIES} are not listed yet: {entry.before.entry} is missing", hint="")
                 self._entries = {one: unseal(self._store.read(one)[0], Entry, self._verify, one) for one in names}
+            self._entries.pop(name, None)  # it is the last one
             self._entries[name], self._data = entry, self._data | entry.objects
             pinned = {*facts.held, *facts.labels.values()}
             gone, over, self._due = doomed(self._entries, self._data, pinned, self._rules, self._due, entry.at)
