@@ -6,9 +6,9 @@ against the ledger first: an error names what is there, and nothing has changed.
 answer follows the decision, which is on disk then.
 
 *Kept.* Each member is told which contents it must not evict: those of labels and
-leases, and of ``previous`` if there is room. One slot is left for the version that
-comes next, and with ``follow = "promoted"`` one for a candidate. What does not fit is
-refused.
+leases, and of ``previous`` if there is room. One slot is left for the version that is
+served, whatever it is then, one for the version that comes next, and with ``follow =
+"promoted"`` one for a candidate. What does not fit is refused.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ class Steering:
         why = self._ledger.why_rejected(version)
         return f"it was rejected ({why})" if why else f"its label is{self._labels_text(version) or ' none'}"
 
-    def _fixed(self, ledger: Ledger, without: str = "") -> dict[int, str]:
+    def _fixed(self, ledger: Ledger, *without: str) -> dict[int, str]:
         """Return the contents that labels and leases keep, each with the name of its
         label or "lease ...".
 
@@ -310,17 +310,18 @@ class Steering:
         labels ``candidate`` and ``previous``, which move on their own, are left out.
 
         :param ledger: the labels and leases.
-        :param without: a label to ignore.
+        :param without: labels to ignore.
         """
         fixed = {ledger.content(version): label for label, version in ledger.labels.items()
-                 if label not in (without, *OWN_LABELS[1:])}  # fmt: skip
+                 if label not in (*without, *OWN_LABELS[1:])}  # fmt: skip
         return {ledger.content(lease.version): f"lease {name}" for name, lease in ledger.leases.items()} | fixed
 
     @property
     def _room(self) -> int:
-        """How many versions' bytes may be kept for long, beside slots for new ones."""
+        """How many versions' bytes may be kept for long, beside slots for new ones, and
+        one for that which is served."""
         config = self._context.config
-        return config.slots - (2 if config.follow == "promoted" else 1)
+        return config.slots - (3 if config.follow == "promoted" else 2)
 
     def _check_room(self, version: int, without: str = "") -> None:
         """Raise NoCapacity if a version's content cannot be kept beside the others.
@@ -328,13 +329,13 @@ class Steering:
         :param without: a label to ignore, as it is moved.
         """
         ledger, content = self._ledger, self._ledger.content(version)
-        fixed = self._fixed(ledger, without)
+        fixed = self._fixed(ledger, without, OWN_LABELS[0])  # another version will be the current one
         if content in fixed or len(fixed) < self._room:
             return
         kept = list_text([f"version {number} ({why})" for number, why in sorted(fixed.items())])
         size = size_text(ledger.versions[version].commit.nbytes)
-        room = "1 version" if self._room == 1 else f"{self._room} versions"
-        text = f"channel {self._name} can keep {room}, and keeps {kept}; version {version} needs {size} more"
+        text = f"channel {self._name} can keep {max(0, self._room)} versions beside those that are served and come next"
+        text += f"{f', and keeps {kept}' if kept else ''}; version {version} needs {size} more"
         raise errors.NoCapacity(text, hint=f"release one, or raise channels.{self._name}.slots", version=version)
 
     # ------------------------------------------------------------ what members keep

@@ -457,14 +457,24 @@ def test_a_label_of_ones_own_keeps_and_moves_only_when_it_may() -> None:
     assert "best" not in fleet.labels
 
 
-def test_what_does_not_fit_is_refused_by_name() -> None:
-    fleet = Fleet(slots=3)
-    served(fleet)
-    fleet.publish()
-    error = fleet.refused(orders.Hold(version="2"))
+@pytest.mark.parametrize(
+    ("follow", "slots", "room"), [("promoted", 3, 0), ("promoted", 4, 1), ("newest", 2, 0), ("newest", 3, 1)]
+)
+def test_what_does_not_fit_is_refused_by_name(follow: str, slots: int, room: int) -> None:
+    """Also the version that is served: it takes a slot of its own once another is."""
+    fleet = Fleet(slots=slots, follow=follow)
+    serve = partial(served, fleet) if follow == "promoted" else fleet.publish
+    serve()
+    for number in range(room):
+        fleet.do(orders.Label(label=f"kept{number}", version="1"))
+        fleet.do(orders.Hold(version="1"))
+        serve()
+    error = fleet.refused(orders.Label(label="best", version="current"))
     assert isinstance(error, errors.NoCapacity)
-    assert "keeps version 1 (current)" in str(error)
+    assert f"can keep {room} versions beside those that are served and come next" in str(error)
+    assert ("keeps version 1" in str(error)) == bool(room)
     assert "slots" in str(error)
+    serve()
 
 
 @pytest.mark.parametrize(
