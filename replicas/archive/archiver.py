@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from threading import Event
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tenacity import (
     RetryCallState,
@@ -28,6 +28,7 @@ from tenacity import (
 from replicas import errors
 from replicas.archive.writer import Facts, Version, Writer
 from replicas.channel.channel import Channel
+from replicas.channel.versions.update import Update
 from replicas.common.logs import Log
 
 T = TypeVar("T")
@@ -38,50 +39,52 @@ FIRST_S, LAST_S = 0.5, 30.0
 """Longest pauses after a failure of the storage: the first one, and any."""
 
 
-class Archiver:
-    """A target that archives versions; for one thread.
+def archive_versions(channel: Channel, writer: Writer, ask: Callable[[], Facts], told: Event, owner: str) -> None:
+    """Archive each version of a channel until told to stop; blocks.
 
-    :param channel: a target. :param facts: asks the run for labels, scores and leases.
+    If a writer of another owner takes the archive over, wait until told to stop: a
+    supervisor that started this one again would take it back, and so on.
+
+    :param channel: a target. :param ask: asks the run for labels, scores and leases.
     :param told: set once the caller is told to stop. Then the newest version is still
         written, but a failure of the storage is not waited out.
+    :param owner: as the writer's.
+    :raises replicas.errors.ReplicasError: the session is over, the archive is another
+        run's, or an earlier life of this writer has written to it.
     """
-
-    def __init__(self, channel: Channel, writer: Writer, facts: Callable[[], Facts], told: Event) -> None:
-        """Begin with what the archive has."""
-        self._channel, self._writer, self._facts, self._told = channel, writer, facts, told
-        self._taken, self._look_at, self._known = 0, 0.0, Facts()
-
-    def run(self) -> None:
-        """Archive each version until told to stop.
-
-        :raises replicas.errors.ReplicasError: the session is over, another writer has
-            taken the archive over, or it is another run's.
-        """
-        over = False
-        while not over:
-            version, over = self._next(), self._told.is_set()
-            if version is not None:
-                until_stored(partial(self._writer.write, version, self._known), self._told)
-                self._channel.progress(version.version)
-                logger.info("version %d is archived", version.version)
-                over = self._told.is_set() and self._channel.latest <= self._taken
-            elif self._taken:
-                until_stored(partial(self._writer.describe, self._known), self._told)
-
-    def _next(self) -> Version | None:
-        """Return a copy of a newer version; None if there is none within a second."""
-        update = None
+    taken, look_at, facts, over = 0, 0.0, Facts(), False
+    while not over:
+        update: Update | None = None
         with suppress(TimeoutError):
-            update = self._channel.receive().wait(WAIT_S)
-        if update is not None or time.monotonic() > self._look_at:
-            self._look_at = time.monotonic() + LOOK_S
+            update = channel.receive().wait(WAIT_S)
+        if update is not None or time.monotonic() > look_at:
+            look_at = time.monotonic() + LOOK_S
             with suppress(errors.ReplicasError):  # a run that is busy keeps its facts
-                self._known = self._facts()
+                facts = ask()
+        version, over = _copy(update), told.is_set()
+        taken = taken if update is None else update.version
+        try:
+            if version is not None:
+                link = until_stored(partial(writer.write, version, facts), told)
+                channel.progress(version.version)
+                print(f"version {version.version} is archived as version {link.version}", flush=True)
+                over = told.is_set() and channel.latest <= taken
+            elif taken:
+                until_stored(partial(writer.describe, facts), told)
+        except errors.Fenced as error:
+            if owner in error.message:
+                raise
+            logger.error("this writer stops, until it is restarted: %s", error)
+            over = told.wait()
+
+
+def _copy(update: Update | None) -> Version | None:
+    """Return a copy of the version; None without one, or if no target may load it."""
+    with suppress(errors.NotAdopted):
         if update is not None:
-            self._taken = update.version
-            with suppress(errors.NotAdopted), update:
+            with update:
                 return Version.of(update)
-        return None
+    return None
 
 
 def until_stored(call: Callable[[], T], told: Event) -> T:
@@ -90,11 +93,11 @@ def until_stored(call: Callable[[], T], told: Event) -> T:
     :param told: set: its next failure is raised.
     """
     pauses, failed = wait_random_exponential(FIRST_S, LAST_S), retry_if_exception_type(errors.ArchiveError)
-    asked: dict[str, Any] = {"sleep": sleep_using_event(told), "stop": stop_when_event_set(told), "before_sleep": _log}
-    return Retrying(retry=failed, wait=pauses, reraise=True, **asked)(call)
+    again = Retrying(retry=failed, wait=pauses, sleep=sleep_using_event(told), before_sleep=_log, reraise=True)
+    return again.copy(stop=stop_when_event_set(told))(call)
 
 
 def _log(state: RetryCallState) -> None:
-    """Log why the archive is behind (tenacity's callback)."""
+    """Log why the storage is asked again (tenacity's callback)."""
     error = None if state.outcome is None else state.outcome.exception()
-    logger.warning("the archive is behind, try %d: %s", state.attempt_number, error)
+    logger.warning("the storage fails, try %d: %s", state.attempt_number, getattr(error, "message", error))

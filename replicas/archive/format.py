@@ -58,6 +58,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -201,8 +202,8 @@ def name_of(folder: str, version: int, sha256: str, suffix: str) -> str:
 
 
 def number_of(name: str) -> int:
-    """Return the version in the name of an object."""
-    return int(name.rpartition("/")[2].partition("-")[0])
+    """Return the version in the name of an object; 0 if it is not one of an archive."""
+    return int((re.findall(r"/([0-9]+)-", name) or "0")[0])
 
 
 Signed = TypeVar("Signed", Entry, Latest)

@@ -46,7 +46,7 @@ class ArchiveKey:
             private.make_folder(path.parent)
             private.replace(path, make_pem(), sync=True)  # a key that is lost ends its archive
             key = cls(private.read(path))
-            private.replace(path.with_name(f"{path.name}.pub"), f"{key.public}\n".encode())
+            path.with_name(f"{path.name}.pub").write_text(f"{key.public}\n")
             return key
         except (OSError, ValueError, TypeError) as error:  # TypeError: it has a password
             hint = getattr(error, "hint", "") or "name a PEM file with an Ed25519 key without a password"
@@ -72,5 +72,5 @@ def verifier(public: str) -> Verify:
     try:
         return Ed25519PublicKey.from_public_bytes(bytes.fromhex(public.removeprefix(_PREFIX))).verify
     except ValueError as error:
-        hint = f"give {_PREFIX} and 64 digits, as the archive's writer logs it, or key=None to trust any writer"
-        raise errors.UsageError(f"key {public!r} is not valid: {error}", hint=hint) from error
+        hint = f"give {_PREFIX} and 64 digits, as the archive's writer logs it, and keeps it in FILE.pub"
+        raise errors.UsageError(f"{public!r} is not a public key", hint=hint) from error

@@ -42,6 +42,7 @@ from replicas.channel.session.held_versions import Holder
 from replicas.channel.session.pending import Pending
 from replicas.channel.versions.owner import Owner
 from replicas.channel.versions.update import Update
+from replicas.common.logs import Log
 from replicas.common.sizes import list_text
 from replicas.core.versions.load_rounds import is_enough
 from replicas.messages import arguments
@@ -53,6 +54,7 @@ from replicas.weights.memory.arena import Arena, Slot
 Bound: TypeAlias = int | tuple[str, float] | None
 Which: TypeAlias = int | str | None
 Limit: TypeAlias = float | None
+logger = Log("replicas.archive")
 PATIENCE_S = 60.0
 """How long faults of the storage are waited out."""
 FIRST_S, LAST_S = 0.1, 2.0
@@ -106,7 +108,7 @@ class Follower(Iterator[Update], AsyncIterator[Update]):
         self, archive: Archive, channel: str | None, key: str | None, at_least: Bound, version: Which, timeout: Limit
     ) -> None:
         """Check the arguments; read nothing."""
-        self._channel = channel if channel is None else arguments.name("follow: channel", channel)
+        self._run, self._channel = "", channel if channel is None else arguments.name("follow: channel", channel)
         self._verify = None if key is None else verifier(arguments.text("follow: key", key))
         self._bound = arguments.bound("follow: at_least", at_least)
         self._timeout_s = arguments.patience("follow: timeout", timeout)
@@ -115,7 +117,7 @@ class Follower(Iterator[Update], AsyncIterator[Update]):
         self._number = 0 if version is None or is_label else arguments.integer("follow: version", version, least=1)
         if version is not None and at_least is not None:
             raise errors.UsageError("follow: at_least and version exclude each other", hint="give one of them")
-        self._seen = 0.0
+        self._seen, self._others = 0.0, ""
         self._store = Store(archive, channel or "")
         self._arena = Arena(2, name="replicas-archive")
         self._reports = _Reports(self._arena)
@@ -147,13 +149,17 @@ class Follower(Iterator[Update], AsyncIterator[Update]):
                 fault = ""
             except errors.ArchiveError as error:
                 faulty_until = faulty_until if fault else time.monotonic() + PATIENCE_S
-                if isinstance(error, Denied) or time.monotonic() > faulty_until:
+                is_late = time.monotonic() > faulty_until and not isinstance(error, _Empty)
+                if isinstance(error, Denied) or is_late:
                     raise
+                if not fault:
+                    logger.warning("waiting for the storage: %s", error.message)
                 fault = f": {error.message}"
             if (left_s := until - time.monotonic()) <= 0:
-                wanted = f"a version after {self.version}" if not self._number else f"version {self._number}"
+                bound = f" with at_least={self._bound[::-1]}" if any(self._bound) else ""
+                wanted = f"a version after {self.version}{bound}"
                 wanted = f'another version of label "{self._label}"' if self._label else wanted
-                text = f"{self._store.text}: {wanted} did not come within {self._timeout_s:g} s{fault}"
+                text = f"{self._store.text}: {wanted} did not come within {self._timeout_s:g} s{fault}{self._others}"
                 raise errors.DeadlineExceeded(text, hint="check the URL, see that the writer runs, or wait longer")
             time.sleep(min(pause_s, left_s))
             pause_s = min(LAST_S, 2 * pause_s)
@@ -165,13 +171,16 @@ class Follower(Iterator[Update], AsyncIterator[Update]):
         """
         try:
             data, tag = self._store.read(LATEST, unless=self._tag)
-        except (Missing, Unchanged):
+        except Unchanged:
             return None
+        except Missing as error:
+            raise error if self._tag is not None else _Empty(error.message, hint=error.hint) from None
         latest = unseal(data, Latest, self._verify, f"{self._store.text}/{LATEST}")
-        self._channel = self._channel or latest.channel
+        self._run, self._channel = self._run or latest.run, self._channel or latest.channel
         link = self._choose(latest) if latest.at >= self._seen else None  # else the storage shows an old one
         newest = latest.newest
-        if latest.channel != self._channel or (newest.version == self.version and newest != self._held):
+        another = newest.version == self.version and newest != self._held
+        if another or (latest.run, latest.channel) != (self._run, self._channel):
             raise errors.ArchiveTampered(f"{self._store.text}/{LATEST}: another {newest.version} of {latest.channel}")
         entry = None if link is None or link.version == self.version else self._entry(link)
         self._seen = max(latest.at, self._seen)
@@ -191,22 +200,31 @@ class Follower(Iterator[Update], AsyncIterator[Update]):
         newest, number = latest.newest, self._number or latest.labels.get(self._label, 0)
         if not self._label and not self._number:
             return newest if newest.version > self.version else None
-        if number in (0, self.version) or number > newest.version:
+        self._others = f"; it has the labels {list_text(sorted(latest.labels))}" if self._label else ""
+        if number in (0, self.version) or (self._label and number > newest.version):
             return None
         if number == newest.version:
             return newest
-        names = {number_of(name): name for name in sorted(self._store.list_names(ENTRIES))}
-        if number not in names:
-            have = list_text([str(one) for one in sorted(names, reverse=True)])
+        names = sorted(self._store.list_names(ENTRIES))
+        mine = [name for name in names if number_of(name) == number]
+        if not mine:
+            have = list_text([str(one) for one in sorted({number_of(name) for name in names}, reverse=True)])
             raise errors.Gone(f"{self._store.text} has no version {number}; it has {have}", version=number, hint="")
-        return Link(version=number, entry=names[number], sha256=sha256_of(self._store.read(names[number])[0]))
+        # Of several, all but one are of writers that were killed or fenced. Each entry
+        # links to one that was the newest.
+        later = (self._entry(self._link(name)).before for name in names if len(mine) > 1 and number_of(name) > number)
+        return next((one for one in later if one is not None and one.version == number), self._link(mine[-1]))
+
+    def _link(self, name: str) -> Link:
+        """Return the link of an entry that was found by its name."""
+        return Link(version=number_of(name), entry=name, sha256=sha256_of(self._store.read(name)[0]))
 
     def _entry(self, link: Link) -> Entry:
         """Read an entry, and check that it is the one that was linked."""
         data = self._read(link.entry, link.sha256)
         entry = unseal(data, Entry, self._verify, link.entry)
-        if (entry.channel, entry.version) != (self._channel, link.version):
-            raise errors.ArchiveTampered(f"{link.entry} is version {entry.version} of channel {entry.channel}")
+        if (entry.run, entry.channel, entry.version) != (self._run, self._channel, link.version):
+            raise errors.ArchiveTampered(f"{link.entry} is {entry.version} of {entry.channel} of run {entry.run}")
         return entry
 
     def _read(self, name: str, sha256: str, start: int = 0, nbytes: int = 0) -> bytes:
@@ -257,6 +275,10 @@ class Follower(Iterator[Update], AsyncIterator[Update]):
         self._store.read(wanted.object, 0, wanted.nbytes, take=take)
         if digest.hexdigest() != wanted.sha256:
             raise errors.ArchiveTampered(f"{self._store.text}/{wanted.object} is not what was signed")
+
+
+class _Empty(Missing):
+    """There is no version in the archive yet."""
 
 
 class _Reports(Owner):

@@ -51,6 +51,7 @@ _PART_NBYTES, _PARTS_MAX, _CHUNK_NBYTES = 64 << 20, 9_999, 4 << 20
 _DENIED = "check the credentials; S3 also denies what does not exist, to those who may not list"
 _LOCK = ".latest.lock"
 _CODE = re.compile(r"<Code>(\w+)</Code>")
+_CREDENTIALS = re.compile(r"\?|//[^/\s@]*:[^/\s@]*@")
 _SECRETS = re.compile(r"\?\S*|(?<=//)[^/\s]*@")
 
 
@@ -220,6 +221,8 @@ def _open(archive: Archive, make: bool) -> tuple[ObjectStore, str]:
         return archive, " ".join(repr(archive).split())
     url = arguments.text("archive", archive)
     where = _SECRETS.sub("", url)
+    if _CREDENTIALS.search(url):
+        raise errors.UsageError(f"{where} is given with credentials", hint="put them into the environment")
     try:
         from obstore.store import from_url
 

@@ -55,6 +55,7 @@ from replicas.archive.store import Archive, Missing, Overtaken, Store, Tag
 from replicas.carry.blocks import combined
 from replicas.channel.versions.update import Update
 from replicas.common.logs import Log
+from replicas.core.base.ledger import OWN_LABELS
 from replicas.core.base.manifest import Manifest
 from replicas.core.versions.steps import number_in
 from replicas.messages import Meta
@@ -63,8 +64,6 @@ from replicas.weights.copies.copy_pool import helpers_for, run_all
 from replicas.weights.copies.digest import digest_blocks
 
 logger = Log("replicas.archive")
-_SCORED_MAX = 100
-"""Versions whose scores ``latest`` has, at most: the newest, and those of labels."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,20 +143,24 @@ class Writer:
         :class:`~replicas.archive.store.Store`.
     :param run: name of the run.
     :param rules: when a whole is written, and what is deleted; default: nothing.
+    :param owner: a text that this writer and its earlier lives have in common, and no
+        other writer. An error of a writer that has taken over names the owner of that.
     :ivar close: ends its thread.
     :raises replicas.errors.UsageError: the archive is another run's, channel's or
         key's; or the URL is not valid.
     :raises replicas.errors.ArchiveError: the storage fails or denies.
     """
 
-    def __init__(self, archive: Archive, channel: str, *, run: str, key: ArchiveKey, rules: Rules = Rules()) -> None:
+    def __init__(
+        self, archive: Archive, channel: str, *, run: str, key: ArchiveKey, rules: Rules = Rules(), owner: str = ""
+    ) -> None:
         """Read ``latest``; write nothing."""
         if not is_name(channel) or channel in (".", ".."):
             raise errors.UsageError(f"{channel!r} cannot be the name of a folder", hint="name the channel otherwise")
         self._store = Store(archive, channel, make=True)
         self.close = self._store.close
         self._key, self._verify, self._rules = key, verifier(key.public), rules
-        name = f"{socket.gethostname()} process {os.getpid()} {secrets.token_hex(4)}"
+        name = f"{socket.gethostname()} process {os.getpid()} {owner}-{secrets.token_hex(4)}"
         self._origin: dict[str, Any] = {"format": FORMAT, "run": run, "channel": channel, "writer": name}
         self._known: _Known | None = None
         self._entries: dict[str, Entry] | None = None
@@ -191,15 +194,17 @@ class Writer:
         if version.digest not in ("", digest):
             text = f"version {version.version} has digest {digest}, not {version.digest}"
             raise errors.UsageError(text, hint="give its own image, unchanged")
-        began, self._began = self._began, True
         if latest is not None and newest is not None and self.newest >= version.version:
             if (self.newest, latest.digest) == (version.version, digest):
+                self._began = True
                 return newest
-            if began:
+            if self._began:
                 text = f"version {version.version} is not newer than version {self.newest} of {self._store.text}"
                 raise errors.StaleVersion(text, hint="write versions in their order")
-            # The run counts from 1 again. Entries of killed writers, which `latest` never named, keep their numbers.
+            # The run counts from 1 again. Entries of killed writers, which `latest`
+            # never named, keep their numbers.
             self._shift = max([newest.version, *map(number_of, self._store.list_names(ENTRIES))])
+        self._began = True
         number, facts = version.version + self._shift, facts.shifted(self._shift)
         known, places = self._write_data(version)
         labels = tuple(label for label, labelled in facts.labels.items() if labelled == number)
@@ -230,12 +235,15 @@ class Writer:
             self._put_latest(latest.newest, latest.digest, facts)
 
     def _described(self, facts: Facts) -> tuple[dict[str, int], dict[str, dict[str, float]]]:
-        """Return the labels and scores for ``latest``, earlier scores included."""
-        scores = {} if self._latest is None else dict(self._latest.scores)
-        scores |= {str(number): dict(found) for number, found in facts.scores.items() if found}
-        labelled = {str(number) for number in facts.labels.values()}
-        kept = labelled.union(sorted(scores, key=int)[-_SCORED_MAX:])
-        return dict(facts.labels), {number: found for number, found in scores.items() if number in kept}
+        """Return the labels and scores for ``latest``.
+
+        Among the labels are those that an earlier start of the run has given, unless
+        this one has given them, too.
+        """
+        before = {} if self._latest is None else self._latest.labels
+        earlier = {one: number for one, number in before.items() if number <= self._shift and one not in OWN_LABELS}
+        scores = {str(number): dict(found) for number, found in facts.scores.items() if found}
+        return earlier | dict(facts.labels), scores
 
     def _write_data(self, version: Version) -> tuple[_Known, dict[str, Any]]:
         """Write the data objects of a version.
@@ -281,12 +289,16 @@ class Writer:
         except errors.ArchiveError as error:
             found, tag = self._read_latest()
             if found is None or found.writer != latest.writer:
+                if found is None and isinstance(error, Overtaken):
+                    error.hint = "if latest was deleted, restart the writer, which begins a new archive"
                 if found is None or not isinstance(error, Overtaken):
                     raise
                 text = f"{self._store.text} is written by {found.writer}, too: version {found.newest.version}"
                 raise errors.Fenced(text, hint="end one of the two writers") from error
             self._tag = tag  # that of this call, or of an earlier one, whose answer was lost
             if found != latest:
+                # An earlier call has written `found`, and could not know: begin again.
+                self._known, self._entries = (self._known, self._entries) if found == self._latest else (None, None)
                 self._latest = found
                 raise
         self._latest = latest
@@ -323,7 +335,7 @@ class Writer:
                 self._entries = {one: unseal(self._store.read(one)[0], Entry, self._verify, one) for one in names}
             self._entries.pop(name, None)  # it is the last one
             self._entries[name], self._data = entry, self._data | entry.objects
-            pinned = {*facts.held, *facts.labels.values()}
+            pinned = {*facts.held, *(() if self._latest is None else self._latest.labels.values())}
             gone, over, self._due = doomed(self._entries, self._data, pinned, self._rules, self._due, entry.at)
             self._store.delete([*sorted(gone), *sorted(over)])
             self._data -= over

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Iterator
@@ -60,7 +61,8 @@ def mirror(
     a supervisor has started. A version that cannot be written (a full disk) is refused,
     and a message on stderr says so. From an archive it reads, and joins nothing.
     """
-    from replicas.sources.mirror import Mirror  # torch
+    from replicas.archive.archiver import until_stored  # torch
+    from replicas.sources.mirror import Mirror
 
     kept = Mirror(folder, keep=keep, name=name, like=like, marker=marker)
     with kept, until_told() as told, contextlib.ExitStack() as stack:
@@ -74,7 +76,8 @@ def mirror(
             least = version + every if version else 0
             with patience(f"waiting for a version of {channel}"):
                 if found is not None:
-                    update, run, term = next(one for one in found if one.version >= least), channel, 0
+                    take = lambda: next(one for one in found if one.version >= least)  # noqa: B023, E731
+                    update, run, term = until_stored(take, told), channel, 0
                 else:
                     update = member.receive(at_least=least or None).wait()
                     run, term = member._hub.hello.run, member._hub.session.term
@@ -128,14 +131,15 @@ def archive(
     of a channel's key `archive`.
     """
     from replicas.archive import ArchiveKey, Rules, Writer  # torch
-    from replicas.archive.archiver import Archiver, until_stored
+    from replicas.archive.archiver import archive_versions, until_stored
 
     rules, signer = Rules(chain=chain, keep=keep, grace_s=seconds_of("--grace", grace)), ArchiveKey.of_file(key)
     print(f"{url}: readers need the key {signer.public}", flush=True)
     with member_of(place, channel, "targets", group) as member, until_told(raises=False) as told:
         run = member._hub.hello.run
-        writer = until_stored(lambda: Writer(url, channel, run=run, key=signer, rules=rules), told)
-        Archiver(member, writer, lambda: _facts_of(place, channel), told).run()
+        owner = os.environ.get(environ.STATE_ID) or secrets.token_hex(8)
+        writer = until_stored(lambda: Writer(url, channel, run=run, key=signer, rules=rules, owner=owner), told)
+        archive_versions(member, writer, lambda: _facts_of(place, channel), told, owner)
 
 
 def _facts_of(place: RunAddress, channel: str) -> Facts:
@@ -170,9 +174,12 @@ def relay(
     source of an external group, or as the replica that a supervisor has started: a
     channel starts one whose sources are { archive = "URL", key = "..." }.
     """
-    with until_told(), following(url, key) as found, member_of(place, channel, "sources", group) as member:
-        for update in found:
-            with update:
+    from replicas.archive.archiver import until_stored  # torch
+
+    joined = member_of(place, channel, "sources", group)
+    with until_told() as told, following(url, key) as found, joined as member:
+        while not told.is_set():
+            with until_stored(found.__next__, told) as update:
                 if update.version > member.latest:
                     member.publish(update.tensors(), version=update.version, meta=update.meta).wait()
                     print(f"version {update.version} is published", flush=True)

@@ -36,7 +36,7 @@ _LOOK_S = 0.05
 
 ChannelName = Annotated[str, typer.Argument(metavar="CHANNEL", help="The name of a channel.")]
 Source = Annotated[str, typer.Argument(metavar="CHANNEL", help="The name of a channel, or its URL in an archive.")]
-Key = Annotated[str, typer.Option("--archive-key", metavar="KEY", help='Public key of an archive, or "any".')]
+Key = Annotated[str, typer.Option("--archive-key", metavar="KEY", help='Public key of an archive, its file, or "any".')]
 Deadline = Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="Longest time for the sync.")]
 Group = Annotated[
     str,
@@ -191,11 +191,8 @@ def _got(
     if None not in which:
         raise UsageError("give --version or --at-least, not both")
     if "://" in channel:
-        with (
-            following(channel, key, version=version, at_least=at_least, timeout=deadline_s) as archive,
-            patience(f"waiting for a version of {channel}"),
-            next(archive) as update,
-        ):
+        wanted = {"version": version, "at_least": at_least, "timeout": deadline_s}
+        with following(channel, key, **wanted) as archive, next(archive) as update:
             file = os.open(update.path, os.O_RDONLY | os.O_CLOEXEC)
     else:
         file, update = _received(place, channel, group, deadline_s, version, at_least)
@@ -237,6 +234,7 @@ def following(url: str, key: str, **options: Any) -> Iterator[Follower]:
     :param options: of :func:`replicas.follow`.
     :raises UsageError: there is no key.
     """
+    key = Path(key).read_text().strip() if Path(key).is_file() else key
     if not key:
         hint = 'the writer logs it, and keeps it beside its private key, in FILE.pub; "any" trusts whoever can write'
         raise UsageError(f"--archive-key is missing, which {url} is checked with", hint=hint)

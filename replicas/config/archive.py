@@ -32,7 +32,9 @@ def _text_like(pattern: str, type: str, range: str) -> Form:
     return Form(read, type, f"such as {range}")
 
 
-_url = _text_like(r"[a-z][a-z0-9+.-]*://[^\s?#@]+", "URL without credentials", '"s3://bucket/run" or "file:///folder"')
+_url = _text_like(
+    r"[a-z][a-z0-9+.-]*://(?![^/]*:[^/]*@)[^\s?#]+", "URL without credentials", '"s3://bucket/run" or "file:///folder"'
+)
 _public_key = _text_like("ed25519:[0-9a-f]{64}", "public key", '"ed25519:" and 64 digits, which the writer logs')
 _File = Annotated[Path, forms.path("file")]
 
@@ -100,8 +102,7 @@ def _needed(place: Place, name: str, channel: Any, state_dir: Path) -> Iterator[
     scratch = Place(place.base)
     channel = channel if isinstance(channel, Mapping) else {}
     if "archive" in channel and (to := read(scratch, channel["archive"], ArchiveConfig)) and not scratch.problems:
-        options = {"chain": to.chain, "keep": to.keep, "grace": f"{to.grace_s:g}s"}
-        words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+        words = ["--chain", str(to.chain), "--keep", str(to.keep), "--grace", f"{to.grace_s:g}s"]
         words += ["--key", str(to.key or state_dir / "archive.pem")]
         yield f"{name}-archive", "targets", None, _table(["archive", name, to.to, *words], to.env_file)
     sources = channel.get("sources", ())

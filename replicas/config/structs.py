@@ -349,8 +349,8 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     sources: Annotated[tuple[ChannelRole, ...], _parties('ranks "leader" (default) or "all"')] = ()
     """The groups that publish versions. ``ranks``: rank 0 of a replica publishes the
-    whole ("leader"), or each rank its part ("all"). Or { archive = "URL", key = "..." }:
-    a replica of a group NAME-from-archive publishes the versions of that archive.
+    whole ("leader"), or each rank its part ("all"). Or { archive = "URL", key = "...",
+    env_file = "..." }: a replica of the group NAME-from-archive publishes its versions.
     """
     targets: Annotated[tuple[ChannelRole, ...], _parties('ranks "leader" or "all" (default)')] = ()
     """The groups that receive versions. ``ranks``: rank 0 of a replica loads them, or

@@ -134,16 +134,8 @@ _WEIGHTS = (
         "Seconds for which a newer version than the loaded one has been committed; 0: there is none.",
         lambda pair: pair[0].lag_s.get(pair[1].name),
     ),
-    _Row(
-        "archive_lag_versions",
-        "How many versions the archive of the channel, which the replica writes, is behind the committed ones.",
-        lambda pair: _behind(*pair) if pair[1].archive == pair[0].group else None,
-    ),
-    _Row(
-        "archive_lag_seconds",
-        "Seconds for which a newer version than the archived one has been committed; 0: there is none.",
-        lambda pair: pair[0].lag_s.get(pair[1].name) if pair[1].archive == pair[0].group else None,
-    ),
+    _Row("archive_lag_versions", "Committed versions that the archive lacks.", lambda pair: _unarchived(*pair)[0]),
+    _Row("archive_lag_seconds", "Seconds for which the archive lacks one.", lambda pair: _unarchived(*pair)[1]),
     _Row(
         "update_open_seconds",
         "Seconds for which the replica has had an update open, which keeps a slot; 0: it has none.",
@@ -197,6 +189,13 @@ def _needed(group: GroupStatus) -> int:
     """
     expected = group.size if group.launcher == "external" else len(group.replicas)
     return needed_replicas(group.min_ready, expected)
+
+
+def _unarchived(replica: ReplicaStatus, channel: ChannelStatus) -> tuple[int | None, float | None]:
+    """Return how many versions the archive lacks, and for how many seconds; None and
+    None unless the replica writes it."""
+    is_writer = channel.archive == replica.group
+    return (_behind(replica, channel), replica.lag_s.get(channel.name)) if is_writer else (None, None)
 
 
 def _behind(replica: ReplicaStatus, channel: ChannelStatus) -> int | None:

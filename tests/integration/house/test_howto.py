@@ -192,9 +192,8 @@ def test_a_gpu_loop_publishes_the_weights_of_each_step(run: FakeRun) -> None:
 
 
 def config_on(page: str) -> Config:
-    """The config on a page that no file has."""
-    found = blocks((ROOT / "docs" / "howto" / page).read_text())
-    (text,) = [one.text for one in found if "[run]" in one.text and not one.name]
+    """The config on a page: the last one, if there are several."""
+    *_, text = [one.text for one in blocks((ROOT / "docs" / "howto" / page).read_text()) if "[run]" in one.text]
     with tempfile.TemporaryDirectory() as folder:
         for program in re.findall(r'command = \["(\w+\.py)"', text):
             (Path(folder) / program).touch()

@@ -16,15 +16,17 @@ import torch
 
 from replicas import Channel, errors
 from replicas.archive import Facts, Writer, archiver
-from replicas.archive.archiver import Archiver
+from replicas.archive.archiver import archive_versions
 from replicas.archive.store import Denied
 from replicas.testing import FakeRun
-from tests.support.archives import Bucket, reader, writer
+from tests.support.archives import CHANNEL, KEY, Bucket, reader, writer
 from tests.support.waits import eventually
+
+OWNER = "0123456789ab"
 
 
 class Scene:
-    """An archiver on a thread."""
+    """An archiver on a thread. ``fenced``: it has said that it stops."""
 
     def __init__(self, run: FakeRun) -> None:
         self.bucket, self.told, self.facts = Bucket(), threading.Event(), Facts()
@@ -34,6 +36,7 @@ class Scene:
         self.writer = writer(self.bucket)
         self.weights = torch.zeros(500)
         self.ended: BaseException | None = None
+        self.fenced = False
 
     def publish(self) -> int:
         self.weights += 1
@@ -43,7 +46,7 @@ class Scene:
     def archiving(self) -> Iterator[None]:
         def work() -> None:
             try:
-                Archiver(self.target, self.writer, lambda: self.facts, self.told).run()
+                archive_versions(self.target, self.writer, lambda: self.facts, self.told, OWNER)
             except errors.ReplicasError as error:
                 self.ended = error
 
@@ -66,7 +69,13 @@ def scene(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> Scene:
     monkeypatch.setattr(archiver, "LAST_S", 0.05)
     monkeypatch.setattr(archiver, "LOOK_S", 0.05)
     monkeypatch.setattr(archiver, "WAIT_S", 0.05)
-    return Scene(run)
+    found = Scene(run)
+
+    def error(text: str, *_: object) -> None:
+        found.fenced |= "this writer stops" in text
+
+    monkeypatch.setattr(archiver.logger, "error", error)
+    return found
 
 
 def fail(now: Writer, error: Exception) -> Any:
@@ -131,15 +140,18 @@ def test_told_to_stop_it_does_not_wait_for_a_storage_that_fails(scene: Scene) ->
     assert isinstance(scene.ended, errors.ArchiveError)
 
 
-def test_another_writer_ends_it(scene: Scene) -> None:
-    other = writer(scene.bucket)
+@pytest.mark.parametrize("owner", [OWNER, "theirs"])
+def test_after_another_writer_it_waits_and_after_an_earlier_life_it_ends(scene: Scene, owner: str) -> None:
+    """Two that are restarted would take the archive from each other for ever."""
+    other = Writer(scene.bucket.objects, CHANNEL, run="grpo", key=KEY, owner=owner)
     with scene.archiving():
         scene.wait_for(scene.publish())
         other._latest, other._tag = other._read_latest()
         other.describe(Facts({"theirs": 1}))
         scene.publish()
-        eventually(lambda: scene.ended is not None, "it is refused")
-    assert isinstance(scene.ended, errors.Fenced)
+        eventually(lambda: scene.fenced or scene.ended is not None, "it is refused")
+        assert (owner == OWNER) == isinstance(scene.ended, errors.Fenced)
+    assert scene.steps == [1]
 
 
 def test_a_run_that_does_not_answer_keeps_its_labels(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +165,7 @@ def test_a_run_that_does_not_answer_keeps_its_labels(scene: Scene, monkeypatch: 
 
     monkeypatch.setattr(scene, "facts", None)
     told = scene.told
-    thread = threading.Thread(target=Archiver(scene.target, scene.writer, ask, told).run)
+    thread = threading.Thread(target=archive_versions, args=(scene.target, scene.writer, ask, told, OWNER))
     thread.start()
     scene.wait_for(scene.publish())
     scene.wait_for(scene.publish())
