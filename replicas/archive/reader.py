@@ -264,13 +264,14 @@ class Follower(Iterator[Update], AsyncIterator[Update]):
         """Read an image into ``data``, without its header, and check all of it."""
         digest, at = hashlib.sha256(), data.nbytes - wanted.nbytes  # below 0 in the header
 
-        def take(chunk: bytes) -> None:
+        def take(chunk: bytes | memoryview) -> None:
             """Copy a chunk to its place."""
             nonlocal at
             digest.update(chunk)
             at += len(chunk)
             if at > 0:
-                data[max(0, at - len(chunk)) : at] = chunk[-at:]
+                part = np.frombuffer(chunk, np.uint8)[-at:]
+                np.copyto(np.frombuffer(data, np.uint8)[at - len(part) : at], part)  # without the GIL
 
         self._store.read(wanted.object, 0, wanted.nbytes, take=take)
         if digest.hexdigest() != wanted.sha256:

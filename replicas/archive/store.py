@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Archive: TypeAlias = "str | ObjectStore"
 """The URL of an archive, or a store of obstore."""
-Take: TypeAlias = Callable[[bytes], object] | None
+Take: TypeAlias = Callable[[bytes | memoryview], object] | None
 Tag = dict[str, str]
 """Which content of an object it is: its e-tag, its generation, or both."""
 
@@ -120,7 +120,13 @@ class Store:
 
         async def work() -> Found:
             """Do it."""
-            found = await self._objects.get_async(self._folder + name, options=options)
+            path = self._folder + name
+            if take is not None and nbytes and isinstance(getattr(self._objects, "prefix", None), Path):
+                for at in range(start, start + nbytes, _CHUNK_NBYTES):  # obstore streams files in pieces of 8 KiB
+                    last = min(at + _CHUNK_NBYTES, start + nbytes)
+                    take(memoryview(await self._objects.get_range_async(path, start=at, end=last)))
+                return b"", {}
+            found = await self._objects.get_async(path, options=options)
             if take is None:
                 return bytes(await found.bytes_async()), _tag(found.meta)
             async for chunk in found.stream(min_chunk_size=_CHUNK_NBYTES):

@@ -254,7 +254,8 @@ class Writer:
         known, nbytes = self._known, version.image.nbytes
         step = joined = None
         if known is not None and known.last.manifest.hash == version.manifest.hash:
-            how = version.data, version.manifest.regions, partial(run_all, helpers=helpers_for(nbytes))
+            run = partial(run_all, helpers=helpers_for(nbytes, 2))  # half the cores: ranks need them, too
+            how = version.data, version.manifest.regions, run
             step = encode_delta(known.last.data, *how)
             joined = step if known.base is known.last else encode_delta(known.base.data, *how)
             if 2 * len(step) > nbytes:
