@@ -9,6 +9,6 @@ with replicas.join("policy") as channel:
     while True:  # until the run ends
         with channel.receive().wait() as update:
             update.load_into(model)
-        step = update.meta["step"]
+        step = int(update.meta["step"])
         assert torch.equal(model.bias, torch.full_like(model.bias, step)), "these are not the weights of this step"
         print(f"step {step} is evaluated, digest {update.digest}", flush=True)

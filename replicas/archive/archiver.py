@@ -52,7 +52,7 @@ def archive_versions(channel: Channel, writer: Writer, ask: Callable[[], Facts],
     :raises replicas.errors.ReplicasError: the session is over, the archive is another
         run's, or an earlier life of this writer has written to it.
     """
-    taken, look_at, facts, over = 0, 0.0, Facts(), False
+    taken, look_at, facts, over = 0, 0.0, ask(), False
     while not over:
         update: Update | None = None
         with suppress(TimeoutError):

@@ -337,7 +337,7 @@ class Writer:
             self._entries.pop(name, None)  # it is the last one
             self._entries[name], self._data = entry, self._data | entry.objects
             pinned = {*facts.held, *(() if self._latest is None else self._latest.labels.values())}
-            gone, over, self._due = doomed(self._entries, self._data, pinned, self._rules, self._due, entry.at)
+            gone, over, self._due = doomed(self._entries, self._data, pinned, self._rules, self._due, time.monotonic())
             self._store.delete([*sorted(gone), *sorted(over)])
             self._data -= over
             self._entries = {one: known for one, known in self._entries.items() if one not in gone}

@@ -9,8 +9,12 @@ Covers: archive/writer.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,6 +37,15 @@ class Step(NamedTuple):
     change: str
     killed_after: int | None
     looks: bool
+
+
+@contextlib.contextmanager
+def clock() -> Iterator[Callable[[float], None]]:
+    """The writers' clock, by which data stay for ``grace_s``; yields what sets it."""
+    found: Any = SimpleNamespace(time=time.time, now=0.0)
+    found.monotonic = lambda: found.now
+    with mock.patch("replicas.archive.writer.time", found):
+        yield partial(setattr, found, "now")
 
 
 STEPS = st.builds(
@@ -60,12 +73,13 @@ def next_words(words: Words, first: Words, change: str, number: int) -> Words:
 def test_readers_get_the_exact_bytes_and_need_two_objects(steps: list[Step], keep: int, chain: int) -> None:
     bucket, rules, words = Bucket(), Rules(keep=keep, chain=chain, grace_s=2.0), WORDS
     now, written = writer(bucket, rules), dict[int, bytes]()
-    with reader(bucket, timeout=0.0) as follower:
+    with reader(bucket, timeout=0.0) as follower, clock() as set_clock:
         for number, (change, killed_after, looks) in enumerate(steps, 1):
+            set_clock(float(number))
             words = next_words(words, WORDS, change, number)
             bucket.put_limit = killed_after
             try:
-                now.write(version(number, words, at=float(number)), Facts(held={2}))
+                now.write(version(number, words), Facts(held={2}))
             except Killed:
                 bucket.put_limit = None
                 now = writer(bucket, rules)  # it starts again, with nothing in memory
@@ -84,7 +98,7 @@ def test_readers_get_the_exact_bytes_and_need_two_objects(steps: list[Step], kee
                 with reader(bucket) as joiner, next(joiner) as update:
                     assert (update.version, bytes_of(update)) == (newest, written[newest])
                 assert len(bucket.read) <= 2
-    if keep and written and now.write(version(99, words, at=1000.0)) and now.write(version(100, words, at=2000.0)):
+    if keep and written and now.write(version(99, words)) and now.write(version(100, words)):
         entries = bucket.names("policy/entries")
         assert len(entries) == min(keep, len(written) + 2), "orphans and old entries stay"
 
@@ -197,17 +211,24 @@ def test_bytes_must_have_the_digest_of_the_receipt() -> None:
 def test_data_outlives_its_entry_and_labels_keep_both() -> None:
     bucket, words = Bucket(), WORDS
     now = writer(bucket, Rules(keep=2, chain=3, grace_s=10.0))
+
+    def write(number: int, at: float) -> None:
+        """At this moment, however long ago the version was copied."""
+        with clock() as set_clock:
+            set_clock(at)
+            now.write(version(number, words, at=0.0), Facts(held={2}))
+
     for number in range(1, 8):
         words = changed(words, number)
-        now.write(version(number, words, at=float(number)), Facts(held={2}))
+        write(number, float(number))
     kept = [int(name.partition("-")[0].rpartition("/")[2]) for name in bucket.names("policy/entries")]
     assert kept == [2, 6, 7]
     assert len(bucket.names("policy/data")) == 9, "4 and 7 are wholes, and have a step beside"
     for number, at in ((8, 30.0), (9, 39.0), (9, 39.0)):
-        now.write(version(number, words, at=at), Facts(held={2}))
+        write(number, at)
         data = [int(name.partition("-")[0].rpartition("/")[2]) for name in bucket.names("policy/data")]
         assert set(data) == {1, 2, 4, 6, 7, 8, 9} - ({9} if number == 8 else set()), "6 was needed until 30"
-    now.write(version(10, words, at=49.0), Facts(held={2}))
+    write(10, 49.0)
     data = [int(name.partition("-")[0].rpartition("/")[2]) for name in bucket.names("policy/data")]
     assert data == [1, 2, 7, 8, 9, 10, 10], "2 is made of 1, and 9 of the whole 7; 8 was needed until 49"
 

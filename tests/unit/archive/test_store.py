@@ -35,9 +35,11 @@ def test_objects_are_written_read_listed_and_deleted(place: Any) -> None:
     assert store.read("data/1", 8, 5)[0] == b"89", "less, if it is shorter"
     with pytest.raises(Unchanged):
         store.read("data/1", unless=tag)
-    chunks: list[bytes] = []
-    assert store.read("data/1", take=chunks.append)[0] == b""
-    assert b"".join(chunks) == b"0123456789"
+    chunks: list[bytes | memoryview] = []
+    for nbytes in (0, 10):
+        chunks.clear()
+        assert store.read("data/1", 0, nbytes, take=chunks.append)[0] == b""
+        assert b"".join(chunks) == b"0123456789"
     assert sorted(store.list_names("data")) == ["data/1", "data/2"]
     store.delete(["data/0", "data/1", "data/2"])
     assert store.list_names("data") == []
