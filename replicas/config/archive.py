@@ -120,6 +120,6 @@ def _table(words: list[str], env_file: Path | None) -> dict[str, Any]:
     The storage may fail for 30 days before the replica is restarted.
     """
     health = dict.fromkeys(("start_timeout", "progress_timeout", "load_deadline"), "30d")
-    rules = {"on_failure": "replica", "min_ready": 0, "stop_timeout": "1m", "health": health}
+    rules = {"on_failure": "replica", "min_ready": 0, "drain_timeout": "10s", "stop_timeout": "1m", "health": health}
     rules |= {} if env_file is None else {"env_file": str(env_file)}
     return {"launcher": "exec", "command": ["-m", "replicas", *words], "resources": {"gpus": 0}, **rules}

@@ -4,7 +4,8 @@ A *draining* replica gets no new version, is not caught up or admitted again, an
 round is opened for it, nor for its ranks that join only now. It is *busy* while it
 packs or moves a version of its own, takes part in a transfer (also as a giver), has
 ranks that load a version which its other ranks have loaded already, or has posted an
-operation that runs or, as long as the replica is live, may begin. When it is no longer
+operation that runs or, as long as the replica is live, may begin. The replica that
+archives goes on until it has the version that is served. When a replica is no longer
 busy, :class:`~replicas.core.base.effects.ReplicaIdle` is emitted once, so that the
 supervisor may end it.
 """
@@ -48,7 +49,7 @@ class Drains:
         self._ending[group, replica] = generation
         states = self._of(group, replica, generation)
         for state in states:
-            state.draining = True
+            state.draining = not state.archives
         if states:
             self._waiting[group, replica] = generation
 
@@ -66,7 +67,8 @@ class Drains:
         """Mark a rank that joins as draining if a drain of its generation has begun;
         otherwise as not draining."""
         member = state.member
-        state.draining = state.hello.generation <= self._ending.get((member.group, member.replica), -1)
+        ends = state.hello.generation <= self._ending.get((member.group, member.replica), -1)
+        state.draining = ends and not state.archives
 
     def advance(self) -> None:
         """Queue the event ReplicaIdle, once, for each draining replica that is not busy
@@ -95,6 +97,9 @@ class Drains:
                 return f"version {transfer.payload.version} of {name} is being transferred"
         if self._rounds.loading(group, replica):
             return f"it loads version {self._rounds.of(group, replica).version} of {name}"
+        current = self._context.ledger.current()
+        if any(state.archives and state.loaded < current for state in states):
+            return f"it archives version {current} of {name}"
         if any(self._operations.matching.may_run(state) for state in states):
             return f"an operation on {name} has not ended"
         return None

@@ -131,6 +131,7 @@ class MemberState:
     :ivar rtt_s: recent round-trip time to it; 0: unknown.
     :ivar slow: the others went on without it, because it would have delayed them.
     :ivar draining: it is being ended (:mod:`replicas.core.draining`).
+    :ivar archives: it writes the channel's archive, and is never admitted.
     :ivar resumed: it has reported all of its work in progress (at once, unless it comes
         from another coordinator).
     :ivar cut_at: when its connection ended; 0 while it has one.
@@ -155,6 +156,7 @@ class MemberState:
     missed: int = 0
     not_before: float = 0.0
     draining: bool = False
+    archives: bool = False
     resumed: bool = True
     host: int = 0
     places: dict[int, SlotPlace] = field(default_factory=dict)

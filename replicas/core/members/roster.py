@@ -15,7 +15,8 @@ the one before: members that are left of that are lost (:meth:`Roster.outlived`)
 An identity that was lost :data:`FLAPS` times within a minute is on
 *probation* when it comes back: it is served at once, and admitted after a delay that
 doubles each time, so that a program that dies after each start does not interrupt the
-others as often.
+others as often. The replica that archives is never admitted: it gets each version after
+the commit, which so never waits for it.
 
 A member that missed three heartbeats (:mod:`replicas.core.members.heartbeats`) is
 *suspect*: transfers go on without it. So is one whose connection ended and that has not
@@ -166,6 +167,8 @@ class Roster:
         losses = self.history.losses(member.name, now)
         if losses >= FLAPS:
             state.not_before = now + PROBATION.after(losses - FLAPS)
+        # caught up like a member behind a slow link, but never admitted
+        state.archives = state.slow = self.config.archive is not None and member.group == f"{self.config.name}-archive"
         return state, older
 
     def outlived(self, hello: Hello) -> list[MemberState]:
@@ -334,7 +337,8 @@ class Roster:
 
     def admissible(self, state: MemberState, now: float) -> bool:
         """Return True if only a missed version may keep the member from admission."""
-        return now >= state.not_before and self.available(state, now) and not self.missing_ranks(state)
+        due = now >= state.not_before and not state.archives
+        return due and self.available(state, now) and not self.missing_ranks(state)
 
     def missing_ranks(self, state: MemberState) -> list[str]:
         """Return the names of ranks that must join before a member may be admitted.
