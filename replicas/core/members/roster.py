@@ -14,9 +14,8 @@ the one before: members that are left of that are lost (:meth:`Roster.outlived`)
 
 An identity that was lost :data:`FLAPS` times within a minute is on
 *probation* when it comes back: it is served at once, and admitted after a delay that
-doubles each time, so that a program that dies after each start does not interrupt the
-others as often. The replica that archives is never admitted: it gets each version after
-the commit, which so never waits for it.
+doubles each time, so that a program that dies after each start interrupts the others
+less often. The replica that archives is never admitted: it is caught up after commits.
 
 A member that missed three heartbeats (:mod:`replicas.core.members.heartbeats`) is
 *suspect*: transfers go on without it. So is one whose connection ended and that has not
@@ -167,7 +166,6 @@ class Roster:
         losses = self.history.losses(member.name, now)
         if losses >= FLAPS:
             state.not_before = now + PROBATION.after(losses - FLAPS)
-        # caught up like a member behind a slow link, but never admitted
         state.archives = state.slow = self.config.archive is not None and member.group == f"{self.config.name}-archive"
         return state, older
 
@@ -398,8 +396,7 @@ class Roster:
         return self._heartbeats.interval_s(len(self._members), self.shortest_lease_s)
 
     def welcome_settings(self, state: MemberState) -> ChannelSettings:
-        """Return the member's settings for its Welcome, and note that it is sent the
-        heartbeat interval in them."""
+        """Return the settings for a member's Welcome; note their heartbeat interval."""
         interval_s = self.heartbeat_interval_s
         self._heartbeats.note_sent_to_one(interval_s)
         return msgspec.structs.replace(state.settings, heartbeat_interval_s=interval_s, carry_port=self.carry_port)
