@@ -35,6 +35,7 @@ from tests.support.sidecars import (
     start_forkserver,
     threads_of,
 )
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -306,7 +307,8 @@ async def test_forking_takes_milliseconds_and_leaves_one_thread_and_few_descript
             sidecar.kill()
         assert sorted(times)[2] < 0.5  # 16 ms on a quiet machine
         assert threads_of(two.forkserver_pid) == 1
-        assert len(descriptors_of(two.sidecars[0].pid) - {0, 1, 2}) == 3  # its channel, the rank's pidfd, an eventfd
+        # its channel, the rank's pidfd, an eventfd; it closes the forkserver's once it runs
+        await wait_until(lambda: len(descriptors_of(two.sidecars[0].pid) - {0, 1, 2}) == 3, "few descriptors")
 
 
 async def test_the_end_of_the_forkserver_is_the_end_of_its_sidecars() -> None:
