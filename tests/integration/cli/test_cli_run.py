@@ -98,8 +98,8 @@ def names(status: RunStatus) -> list[str]:
 
 
 def test_an_operators_day(run: Run, replicas: Cli) -> None:
+    eventually(lambda: "test  ready" in replicas("status"), "the replicas, and a store that has loaded torch")
     out = replicas("status")
-    assert "test  ready" in out
     assert "2 of 2" in out
     assert names(msgspec.json.decode(replicas("status", "-c", "run.toml", "--json"), type=RunStatus)) == [
         "a/0",

@@ -124,8 +124,12 @@ def test_a_version_that_is_kept_can_be_had_beside_newer_ones(run: Run, command: 
         assert "1" in said
         assert "2" in said, "it names what is there"
         assert not Path("y").exists()
-        (found,) = [one for one in run.status().channels if one.name == "kept"]
-        assert not [lease for version in found.versions for lease in version.leases], "nothing is kept for who left"
+
+        def leases() -> list[str]:
+            (found,) = [one for one in run.status().channels if one.name == "kept"]
+            return [lease.name for version in found.versions for lease in version.leases]
+
+        eventually(lambda: not leases(), "nothing is kept for who left")
 
 
 def test_a_candidate_can_be_put_and_had_before_anybody_serves_it(run: Run, command: Command) -> None:

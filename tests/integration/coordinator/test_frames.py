@@ -218,7 +218,8 @@ async def store_process(run: Coordinator, forkserver: str, folder: Path) -> Asyn
         ours.settimeout(60)
         try:
             with ours.makefile("rb") as lines:
-                assert msgspec.json.decode(lines.readline(), type=Reply).port
+                for _ in ("its port is bound", "it serves"):
+                    assert msgspec.json.decode(lines.readline(), type=Reply).port
 
                 def order(data: bytes) -> bytes:
                     ours.sendall(data.replace(b"\n", b" ") + b"\n")

@@ -307,7 +307,7 @@ async def test_forking_takes_milliseconds_and_leaves_one_thread_and_few_descript
             sidecar.kill()
         assert sorted(times)[2] < 0.5  # 16 ms on a quiet machine
         assert threads_of(two.forkserver_pid) == 1
-        # its channel, the rank's pidfd, an eventfd; it closes the forkserver's once it runs
+        # its channel, the rank's pidfd, an eventfd; it closes inherited ones first
         await wait_until(lambda: len(descriptors_of(two.sidecars[0].pid) - {0, 1, 2}) == 3, "few descriptors")
 
 
