@@ -27,6 +27,7 @@ from replicas.supervisor.reporting import Reporting
 from replicas.supervisor.state.run_state import AgentRecord, Saved, SavedGroup
 from replicas.supervisor.state.state import AlreadySupervised
 from tests.support.runs import alive
+from tests.support.waits import wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -99,6 +100,7 @@ async def test_scale_restart_and_drain(tmp_path: Path) -> None:
             with urllib.request.urlopen(f"http://{supervisor.endpoint}{page}", timeout=5) as answer:
                 return str(answer.read().decode())
 
+        await wait_until(lambda: supervisor.status().store.up, "the store, which may come after trivial replicas")
         assert await anyio.to_thread.run_sync(get, "/readyz") == "ok\n"
         metrics = await anyio.to_thread.run_sync(get, "/metrics")
         run = f'run="{supervisor.config.run.name}"'
