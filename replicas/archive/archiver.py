@@ -42,8 +42,9 @@ FIRST_S, LAST_S = 0.5, 30.0
 def archive_versions(channel: Channel, writer: Writer, ask: Callable[[], Facts], told: Event, owner: str) -> None:
     """Archive each version of a channel until told to stop; blocks.
 
-    If a writer of another owner takes the archive over, wait until told to stop: a
-    supervisor that started this one again would take it back, and so on.
+    If a writer of another owner takes the archive over, wait until told to stop, or the
+    session is over: a supervisor that started this one again would take it back, and
+    so on.
 
     :param channel: a target. :param ask: asks the run for labels, scores and leases.
     :param told: set once the caller is told to stop. Then the newest version is still
@@ -75,7 +76,8 @@ def archive_versions(channel: Channel, writer: Writer, ask: Callable[[], Facts],
             if owner in error.message:
                 raise
             logger.error("this writer stops, until it is restarted: %s", error)
-            over = told.wait()
+            while not (over := told.wait(LOOK_S)):
+                channel.progress(writer.newest)  # ends this, too, once the session is over
 
 
 def _copy(update: Update | None) -> Version | None:

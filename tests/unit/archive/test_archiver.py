@@ -154,6 +154,20 @@ def test_after_another_writer_it_waits_and_after_an_earlier_life_it_ends(scene: 
     assert scene.steps == [1]
 
 
+def test_after_another_writer_it_ends_with_its_session(scene: Scene) -> None:
+    other = Writer(scene.bucket.objects, CHANNEL, run="grpo", key=KEY, owner="theirs")
+    with scene.archiving():
+        scene.wait_for(scene.publish())
+        other._latest, other._tag = other._read_latest()
+        other.describe(Facts({"theirs": 1}))
+        scene.publish()
+        eventually(lambda: scene.fenced, "it is refused")
+        del scene.target.progress  # the real one
+        scene.target.close(wait=False)
+        eventually(lambda: scene.ended is not None, "it ends")
+    assert isinstance(scene.ended, errors.ReplicasError)
+
+
 def test_a_run_that_does_not_answer_keeps_its_labels(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 

@@ -83,13 +83,13 @@ WAYS = {
 }
 LOOSE = {"__init__", "__main__", "environ", "errors", "status"}
 FILES_MAX = 20
-CODE_LINES_MAX = 40_300
+CODE_LINES_MAX = 40_301
 """A feature that needs more says in its commit what it removes instead. Pulls between
 hosts take 2,680, far ones and the doctor's look at their ports included; with them as
 the default, lanes for weights in host memory go. The loop of engines, 235, has come
 from the integrations, where lines are not counted; targets that load a version together
 take 290, and ``get``, ``put``, ``verify`` and ``mirror`` 210; archives (versions
-through object storage) 938; that ranks at different steps make no version, 8; that
+through object storage) 939; that ranks at different steps make no version, 8; that
 peers have no ``adopt_together``, and sources of vLLM one pass of two, 11. What can be
 looked at takes 1,690: the page of a run and its reports 660; what is wrong in sentences
 126; spans, timelines, ``top`` and the like the rest."""
